@@ -1,6 +1,7 @@
 """`samestep convert`: checkpoints of other packages into ours, and of ours into torch's."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -88,9 +89,7 @@ def run(options: Options) -> int:
     except CheckpointError as error:
         raise BadRequestError(str(error)) from error
     if options.json:
-        Console(soft_wrap=True, highlight=False, markup=False).print(
-            json.dumps(done.as_json(), indent=1)
-        )
+        sys.stdout.write(f"{json.dumps(done.as_json(), indent=1)}\n")
     else:
         _show(done, Console())
     return 0

@@ -4,7 +4,7 @@ A box at a time is in memory: files are mapped, and what is written is read from
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from samestep.checkpoint import folder, formats
 from samestep.checkpoint.foreign import deepspeed, megatron, naming, torch_save, trainer
 from samestep.checkpoint.foreign.conventions import checked, with_preset, with_step
-from samestep.checkpoint.formats import format_named, open_checkpoint
+from samestep.checkpoint.formats import FORMATS, open_checkpoint, own_name
 from samestep.checkpoint.logical import MODEL, Pieces
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
@@ -68,7 +68,7 @@ class Converted:
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            {"tensor": r.tensor, "from": r.origin, **_but(asdict(r), "tensor", "origin")}
+            {"tensor": r.tensor, "from": r.origin, "shape": r.shape, "dtype": r.dtype, "to": r.to}
             for r in self.rows
         ]
         return {
@@ -80,10 +80,6 @@ class Converted:
             "left_out": self.left_out,
             "tensors": rows,
         }
-
-
-def _but(entries: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key not in keys}
 
 
 @torch.no_grad()
@@ -140,7 +136,7 @@ def convert(
     if found != "samestep":  # whose rules may be anybody's
         checked(read)
     if not dry_run:
-        _write(read, Path(target), ALIASES.get(to, to))
+        _write(read, Path(target), own_name(ALIASES.get(to, to)))
     rows = [
         Row(
             naming.parameter_of(name),
@@ -233,7 +229,7 @@ def _without_values(entry: TensorStorageMetadata) -> Pieces:
 def _write(source: Source, path: Path, name: str) -> None:
     ranks = Ranks()
     facts = facts_of(name, source.world_size, source.groups, source.extra)
-    target = format_named(name)
+    target = FORMATS[name]
     tensors = {key: _without_values(entry) for key, entry in source.tensors.items()}
     planner = plan_locally(target.state_dict(tensors, facts), target.is_nested)
     ours = {id(tensor): key for key, tensor in tensors.items()}

@@ -206,10 +206,6 @@ def own_name(name: str) -> str:
     return found
 
 
-def format_named(name: str) -> Format:
-    return FORMATS[own_name(name)]
-
-
 def open_checkpoint(folder: Path, here: Here | None = None) -> Stored:
     """What is in a folder; for who is `here`, or all of it, to look at and to convert."""
     if not (folder / INDEX).exists():

@@ -1,6 +1,7 @@
 """`samestep inspect`: what a checkpoint has in it."""
 
 import json
+import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -49,7 +50,7 @@ def run(options: Options) -> int:
         raise BadRequestError(str(error)) from error
     facts = contents(stored) | {"verified": options.verify}
     if options.json:
-        Console(soft_wrap=True, highlight=False, markup=False).print(json.dumps(facts, indent=1))
+        sys.stdout.write(f"{json.dumps(facts, indent=1)}\n")
     else:
         _show(facts, Console())
     return 0

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from samestep.checkpoint.folder import Unfinished, partial_of
-from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named, own_name
+from samestep.checkpoint.formats import FORMATS, WRITTEN_AS, FormatName, own_name
 from samestep.checkpoint.logical import GroupFacts, Pieces, group_facts, of_all_stages, tensors_of
 from samestep.checkpoint.ranks import Ranks, all_ranks, plan_locally
 from samestep.checkpoint.storage import CheckpointError, Values, WritePlan
@@ -112,7 +112,7 @@ def look(request: Request, ranks: int) -> Seen:
     if request.keep is not None and request.keep < 1:
         raise CheckpointError(f"keep must be at least 1, got {request.keep}")
     _check_json("extra", request.extra)
-    wanted = format_named(request.format)
+    wanted = FORMATS[request.format]
     if wanted.is_nested and request.optimizer is not None and request.optimizer.is_stage:
         raise CheckpointError(
             f"format {request.format!r} has the options of all groups where torch looks for them, "
@@ -158,7 +158,7 @@ def prepare(
             assert seen.planner is not None
             everyones = {} if request.optimizer is None else request.optimizer.owners()
             owners = {name: own for name, own in everyones.items() if len(own) < ranks.size}
-            plan = format_named(request.format).plan(seen.planner, owners, ranks)
+            plan = FORMATS[request.format].plan(seen.planner, owners, ranks)
     except BaseException as error:
         give_up(unfinished, ranks, error)
         raise
@@ -168,7 +168,7 @@ def prepare(
 def write(prepared: Prepared, values: Values) -> None:
     """Write the files and move them to their place. Collective, on the group it was prepared on."""
     request, ranks, unfinished, seen, plan = prepared
-    chosen, objects = format_named(request.format), objects_in(seen.state_dict)
+    chosen, objects = FORMATS[request.format], objects_in(seen.state_dict)
 
     def write_mine() -> Any:
         try:

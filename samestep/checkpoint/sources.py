@@ -1,6 +1,6 @@
 """What is taken out of a checkpoint before anything is written: tensors under our names."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from samestep.checkpoint.logical import MODEL, GroupFacts
+from samestep.checkpoint.logical import MODEL, GroupFacts, plain_options, state_key
 from samestep.checkpoint.storage import CheckpointError, in_boxes
 from samestep.layout.boxes import Box, HeldBox, held_range, whole_box
 
@@ -23,7 +23,7 @@ class Source:
     read: Callable[[MetadataIndex], Tensor]
     tensors: dict[str, TensorStorageMetadata]
     origins: dict[str, str]  # where a tensor was, in their words
-    groups: list[GroupFacts] = field(default_factory=list)
+    groups: list[GroupFacts]
     extra: Any = None
     world_size: int = 1
     left_out: list[str] = field(default_factory=list)
@@ -38,10 +38,14 @@ class _Parts(NamedTuple):
 
 
 class Collected:
-    """Boxes of tensors from wherever they are found: views of mapped files, or read when asked."""
+    """Boxes of tensors from wherever they are found: views of mapped files, or read when asked.
+
+    Options of parameters are gathered into groups of those that have the same.
+    """
 
     def __init__(self) -> None:
         self._found: dict[str, _Parts] = {}
+        self._groups: dict[str, GroupFacts] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
@@ -86,6 +90,22 @@ class Collected:
         """What is the same tensor as another one."""
         self._found[name] = self._found[other]
 
+    def add_step(self, name: str, count: Any, origin: str) -> None:
+        """A parameter's count of steps, if there is one and none is known yet."""
+        key = state_key(name, "step")
+        if count is not None and key not in self:
+            self.add(key, step_tensor(count), origin)
+
+    def add_options(self, place: Any, name: str, options: Mapping[str, Any]) -> None:
+        """`place` is that of their group: two of the same options stay two."""
+        key = f"{place} {sorted(options.items(), key=str)}"
+        new: GroupFacts = {"params": [], "options": plain_options(options)}
+        self._groups.setdefault(key, new)["params"].append(name)
+
+    @property
+    def groups(self) -> list[GroupFacts]:
+        return list(self._groups.values())
+
     def drop(self, name: str) -> None:
         del self._found[name]
 
@@ -121,7 +141,7 @@ class Collected:
                     f"{name} has {there} of its {wanted} elements in {parts.origin} and beside it: "
                     "are the files of all ranks there?"
                 )
-        return Source(self.read, self.tensors, self.origins, **facts)
+        return Source(self.read, self.tensors, self.origins, self.groups, **facts)
 
 
 def _same(tensor: Tensor) -> Tensor:

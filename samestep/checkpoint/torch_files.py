@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from samestep.checkpoint.folder import METADATA
-from samestep.checkpoint.foreign.dialects import groups_in_our_words
+from samestep.checkpoint.foreign.dialects import in_our_words
 from samestep.checkpoint.logical import MODEL, Tensors, options_from, state_key
-from samestep.checkpoint.sources import Collected, model_name, step_tensor
+from samestep.checkpoint.sources import Collected, model_name
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
@@ -176,16 +176,16 @@ class TorchFiles:
             elif GROUP_KEY.fullmatch(key) is None:
                 self.left_out.append(key)
         self.content: dict[str, Any] = dict(
-            content or {"world_size": 1, "layout": [], "extra": None}
+            content or {"world_size": 1, "layout": [], "extra": None, "groups": []}
         )
         self.by: set[str] = set()  # whose optimizer it was
         self.refusal: CheckpointError | None = None  # why its state is not that of a rule here
         if content is None:
             try:
                 self._translate(state)
+                self.content["groups"] = self._found.groups
             except CheckpointError as error:
                 self.refusal = error
-                self.content["groups"] = []
                 self.left_out += [key for keys in state.values() for key in keys.values()]
         else:
             for name, keys in state.items():
@@ -201,16 +201,11 @@ class TorchFiles:
         without = [name for name in state if name not in known]
         if without:  # nobody has saved options: state alone tells
             groups.append({"params": without})
-        self.content["groups"], meanings = groups_in_our_words(groups, state)
-        self.by = {found.by for found in meanings.values()}
-        group_of = {name: group for group in groups for name in group["params"]}
-        for name, found in meanings.items():
+        for name, found, count in in_our_words(self._found, groups, state):
+            self.by.add(found.by)
             for theirs, ours in found.keys.items():
                 self._add(state_key(name, ours), state[name][theirs])
-            count = group_of[name].get("step")
-            if found.rule == "adamw" and "step" not in found.keys.values() and count is not None:
-                own = state_key(name, "step")
-                self._found.add(own, step_tensor(count), own)
+            self._found.add_step(name, count, state_key(name, "step"))
             self.left_out += [key for own, key in state[name].items() if own not in found.keys]
 
     def _add(self, name: str, key: str) -> None:

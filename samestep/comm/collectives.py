@@ -119,7 +119,7 @@ def _add_up_in_two(
 
 def _beside(group: RankGroup, device: torch.device) -> torch.cuda.Stream | None:
     """A stream on which collectives are waited for; None: the host does."""
-    return _stream(device) if _is_nccl(group, device) else None
+    return _stream(device) if is_nccl(group, device) else None
 
 
 @cache
@@ -260,7 +260,7 @@ def gather_stretch(
         segment.dtype,
         sizes,
         on_cpu=segment.device.type == "cpu",
-        uneven=gathers_uneven(group, segment.device),
+        uneven=is_nccl(group, segment.device),
     )
     if transfer.traffic in (Traffic.UNEVEN_GATHER, Traffic.ALL_GATHER):
         whole = segment.new_empty(sum(sizes)) if into is None else into
@@ -306,12 +306,8 @@ def _gather_in_two(
     return Chained(first, then, _beside(across, segment.device))
 
 
-def gathers_uneven(group: RankGroup, device: torch.device) -> bool:
-    """Whether the backend gathers unequal lengths in one call: NCCL does."""
-    return _is_nccl(group, device)
-
-
-def _is_nccl(group: RankGroup, device: torch.device) -> bool:
+def is_nccl(group: RankGroup, device: torch.device) -> bool:
+    """Whether NCCL sends it: which waits on streams, and gathers unequal lengths in one call."""
     return f"{device.type}:nccl" in str(dist.get_backend_config(group.handle))
 
 

@@ -1,7 +1,8 @@
 """The table that shows which rule each parameter follows."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -10,30 +11,6 @@ from samestep.groups.table_state import kept_of, state_lines
 from samestep.layout.blocks import Block
 from samestep.rules import RULES
 from samestep.rules.muon import lr_factor
-
-
-class TableRow(NamedTuple):
-    """What `table` shows of one parameter."""
-
-    name: str
-    shape: str
-    rule: str
-    role: str
-    blocks: str
-    lr: str
-    lr_factor: str
-    decay: str
-    state: str
-    averaged_by: str
-    updated_by: str
-    reason: str
-
-
-TITLES = TableRow(
-    "parameter", "shape", "rule", "role", "blocks", "lr", "lr factor", "decay", "state",
-    "averaged by", "updated by", "reason",
-)  # fmt: skip
-
 
 OPTIONAL = ("state", "averaged by", "updated by", "reason")  # shown where they say something
 
@@ -54,7 +31,7 @@ def table(
     `reasons`: why parameters that were routed have their rule, by name.
     `ranks`: who averages a parameter's gradients, and who updates it, where there are others.
     """
-    rows = [TITLES]
+    rows: list[dict[str, str]] = []  # by title
     totals: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
@@ -68,15 +45,10 @@ def table(
             total[0] += 1
             total[1] += param.numel()
             total[2] += sum(len(block.matrices) for block in own or [])
-    empty = {
-        title
-        for place, title in enumerate(TITLES)
-        if title in OPTIONAL and not any(row[place] for row in rows[1:])
-    }
-    shown = [
-        [cell for cell, title in zip(row, TITLES, strict=True) if title not in empty]
-        for row in rows
+    titles = [
+        title for title in rows[0] if title not in OPTIONAL or any(row[title] for row in rows)
     ]
+    shown = [titles, *([row[title] for title in titles] for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*shown, strict=True)]
     lines = [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in shown
@@ -105,13 +77,9 @@ def _row(
     kept: str,
     ranks: tuple[str, str],
     reason: str,
-) -> TableRow:
+) -> dict[str, str]:
     """One line of the table; equal blocks are counted, unequal ones listed."""
-    shape = " x ".join(str(size) for size in param.shape) or "scalar"
-    kinds: dict[tuple[int, int], int] = {}
-    for block in blocks or []:
-        for matrix in block.matrices:
-            kinds[matrix] = kinds.get(matrix, 0) + 1
+    kinds = Counter(matrix for block in blocks or [] for matrix in block.matrices)
     cut = ", ".join(
         f"{rows} x {cols}" if count == 1 else f"{count} of {rows} x {cols}"
         for (rows, cols), count in kinds.items()
@@ -121,16 +89,17 @@ def _row(
         for kind in kinds
         if "adjust_lr" in group
     ]
-    return TableRow(
-        name,
-        shape,
-        group["rule"],
-        str(group.get("role", "")),
-        cut or "-",
-        f"{float(group['lr']):.4g}" if "lr" in group else "-",
-        ", ".join(dict.fromkeys(factors)) or "1",
-        f"{float(group['weight_decay']):.4g}" if "weight_decay" in group else "-",
-        kept,
-        *ranks,
-        reason,
-    )
+    return {
+        "parameter": name,
+        "shape": " x ".join(str(size) for size in param.shape) or "scalar",
+        "rule": group["rule"],
+        "role": str(group.get("role", "")),
+        "blocks": cut or "-",
+        "lr": f"{float(group['lr']):.4g}" if "lr" in group else "-",
+        "lr factor": ", ".join(dict.fromkeys(factors)) or "1",
+        "decay": f"{float(group['weight_decay']):.4g}" if "weight_decay" in group else "-",
+        "state": kept,
+        "averaged by": ranks[0],
+        "updated by": ranks[1],
+        "reason": reason,
+    }

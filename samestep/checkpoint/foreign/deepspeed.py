@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.foreign import safe
-from samestep.checkpoint.foreign.dialects import Groups, Meaning, meaning
+from samestep.checkpoint.foreign.dialects import Meaning, meaning
 from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
@@ -96,9 +96,7 @@ def read(path: Path, only: str | None = None) -> Source:
     extra = {key: facts[key] for key in KEPT if isinstance(facts.get(key), int | str)}
     done = (*KEPT, *READ, *SAID, "checkpoint_parallel_dimensions")
     left = [key for key, value in facts.items() if key not in done and value not in (None, {}, [])]
-    return into.collected.source(
-        groups=into.groups.facts(), world_size=ranks, extra={"deepspeed": extra}, left_out=left
-    )
+    return into.collected.source(world_size=ranks, extra={"deepspeed": extra}, left_out=left)
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
@@ -143,10 +141,10 @@ def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, wh
 
 
 class _Into:
-    """Where ranges of a parameter go: state under our keys, main parameters, steps, options."""
+    """Where ranges of a parameter go, and what its state is: asked once for all ranks."""
 
     def __init__(self, only: str | None) -> None:
-        self.collected, self.groups, self._only = Collected(), Groups(), only
+        self.collected, self._only = Collected(), only
         self._meanings: dict[str, Meaning] = {}
 
     def options(self, place: int, name: str, keys: Sequence[str], group: State) -> Meaning:
@@ -155,14 +153,8 @@ class _Into:
         if name not in self._meanings:
             found = meaning(name, keys, group)
             self._meanings[name] = found
-            self.groups.add(place, name, found.options)
+            self.collected.add_options(place, name, found.options)
         return self._meanings[name]
-
-    def step(self, name: str, state: State, group: State, origin: str) -> None:
-        value = state.get("step", group.get("step"))
-        key = state_key(name, "step")
-        if value is not None and key not in self.collected:
-            self.collected.add(key, step_tensor(value), origin)
 
 
 def _add_ranges(
@@ -206,7 +198,8 @@ def _add_ranges(
                     key = state_key(name, found.keys.get(theirs, MASTER))
                     into.collected.add_range(key, shape, done[name], part, f"{origin} {theirs}")
                 if found.rule == "adamw":
-                    into.step(name, entry, group, f"{origin} step")
+                    count = entry.get("step", group.get("step"))
+                    into.collected.add_step(name, count, f"{origin} step")
                 done[name] += numel
 
 
@@ -269,7 +262,8 @@ def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> N
                 value = value.reshape(shape)
             into.collected.add(state_key(name, ours), value, origin)
         if found.rule == "adamw" and "step" not in found.keys:
-            into.step(name, {}, group, "zero/optimizer_state.pt: step")
+            origin = "zero/optimizer_state.pt: step"
+            into.collected.add_step(name, group.get("step"), origin)
 
 
 def _universal_options(folder: Path) -> list[dict[str, Any]]:

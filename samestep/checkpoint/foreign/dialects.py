@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samestep.checkpoint.logical import GroupFacts, plain_options
+from samestep.checkpoint.sources import Collected
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.param_groups import own_spelling
 from samestep.presets import preset_options
@@ -180,30 +180,24 @@ def _known(rule: str, options: Group) -> dict[str, Any]:
     return {"rule": rule, **plain}
 
 
-class Groups:
-    """Options of parameters, gathered into groups of those that have the same."""
+class Translated(NamedTuple):
+    """What a parameter's state is, and the count of steps that its group has in its place."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, GroupFacts] = {}
-
-    def add(self, place: Any, name: str, options: Mapping[str, Any]) -> None:
-        """`place` is that of their group: two of the same options stay two."""
-        key = f"{place} {sorted(options.items(), key=str)}"
-        new: GroupFacts = {"params": [], "options": plain_options(options)}
-        self._found.setdefault(key, new)["params"].append(name)
-
-    def facts(self) -> list[GroupFacts]:
-        return list(self._found.values())
+    name: str
+    meaning: Meaning
+    step: Any
 
 
-def groups_in_our_words(
-    groups: Iterable[Group], keys_of: Mapping[str, Collection[str]]
-) -> tuple[list[GroupFacts], dict[str, Meaning]]:
-    """Groups whose "params" are names, of which some have state: its keys are in `keys_of`."""
-    found, meanings = Groups(), dict[str, Meaning]()
+def in_our_words(
+    collected: Collected, groups: Iterable[Group], keys_of: Mapping[str, Collection[str]]
+) -> list[Translated]:
+    """Take options of groups whose "params" are names; those with state have keys in `keys_of`."""
+    found = []
     for place, group in enumerate(groups):
         for name in group["params"]:
             if keys_of.get(name):
-                meanings[name] = meaning(name, keys_of[name], group)
-                found.add(place, name, meanings[name].options)
-    return found.facts(), meanings
+                own = meaning(name, keys_of[name], group)
+                counts = own.rule == "adamw" and "step" not in own.keys.values()
+                found.append(Translated(name, own, group.get("step") if counts else None))
+                collected.add_options(place, name, own.options)
+    return found

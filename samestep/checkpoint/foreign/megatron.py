@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.foreign import safe
-from samestep.checkpoint.foreign.dialects import Groups, meaning
+from samestep.checkpoint.foreign.dialects import meaning
 from samestep.checkpoint.foreign.naming import Names, as_lists, names_of
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
+from samestep.checkpoint.sources import Collected, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.checkpoint.torch_files import Entry, entries_in, load_entry, read_metadata
 from samestep.layout.boxes import Box, range_boxes
@@ -119,7 +119,7 @@ def read(
             ) from None
         left.append(COMMON)
     options = list(_param_groups(common))
-    collected, groups = Collected(), Groups()
+    collected = Collected()
     params, state, buckets = dict[str, Entry](), dict[str, dict[str, Entry]](), list[Entry]()
     for key, entry in entries.items():
         found = STATE.fullmatch(key)
@@ -149,19 +149,19 @@ def read(
                 own = state_key(name, MASTER if theirs in MAIN else theirs)
                 collected.add_later(own, one.shape, one.dtype, one.chunks, entry.key)
         for name, _ in _layers(params[raw]):
-            _add_options(collected, groups, name, shapes[name], of_keys, options, left)
+            _add_options(collected, name, shapes[name], of_keys, options, left)
     if buckets:
         order = names_of(model) if model is not None else _order(folder, names)
         for name, keys in _from_buckets(folder, buckets, order, shapes, dtypes, collected).items():
             _check_main(folder, name, collected)
-            _add_options(collected, groups, name, shapes[name], keys, options, left)
+            _add_options(collected, name, shapes[name], keys, options, left)
     for name, dtype in dtypes.items():
         main = state_key(name, MASTER)
         if main in collected and dtype.itemsize >= 4:
             collected.drop(main)
     iteration = common.get("iteration")
     extra = {"megatron": {"iteration": iteration}} if isinstance(iteration, int) else None
-    return collected.source(groups=groups.facts(), extra=extra, left_out=sorted(set(left)))
+    return collected.source(extra=extra, left_out=sorted(set(left)))
 
 
 def _layers(entry: Entry, name: str | None = None) -> Iterator[tuple[str, Entry]]:
@@ -235,7 +235,6 @@ def _param_groups(content: Any, count: Any = None) -> Iterator[dict[str, Any]]:
 
 def _add_options(
     collected: Collected,
-    groups: Groups,
     name: str,
     shape: torch.Size,
     keys: Mapping[str, Any],
@@ -258,9 +257,9 @@ def _add_options(
         left.append(f"of several groups that fit: {', '.join(sorted(unsure))}")
     found = meaning(name, held, same)
     place = [options.index(group) for group in fitting]
-    groups.add(place, name, found.options)
-    if found.rule == "adamw" and same.get("step") is not None:
-        collected.add(state_key(name, "step"), step_tensor(same["step"]), f"{COMMON}: step")
+    collected.add_options(place, name, found.options)
+    if found.rule == "adamw":
+        collected.add_step(name, same.get("step"), f"{COMMON}: step")
 
 
 # --- dp_reshardable --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.naming import HOW, Names, by_groups
-from samestep.checkpoint.logical import plain_options, state_key
+from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.sources import Collected, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.layout.boxes import Box, HeldBox
@@ -42,8 +42,8 @@ def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
     unknown = [name for name in named.values() if name not in model]
     if unknown:
         raise CheckpointError(f"there is a name {unknown[0]!r}, which the model does not have")
-    collected, facts = Collected(), []
-    for group in groups:
+    collected = Collected()
+    for place, group in enumerate(groups):
         of_group = [named[number] for number in group["params"]]
         states = [[rank["state"].get(number, {}) for rank in ranks] for number in group["params"]]
         if group["kind"] == "muon":
@@ -55,10 +55,11 @@ def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
         if group["kind"] == "muon":
             own["variance_beta2"] = group["beta2"]
         options = {"rule": group["kind"], **preset_options("nanochat", group["kind"]), **own}
-        facts.append({"params": of_group, "options": plain_options(options)})
+        for name in of_group:
+            collected.add_options(place, name, options)
     for name, value in model.items():
         collected.add(model_name(name), value, f"model: {name}")
-    return collected.source(groups=facts, world_size=len(ranks), by={"nanochat"})
+    return collected.source(world_size=len(ranks), by={"nanochat"})
 
 
 def files_of_all_ranks(path: Path) -> list[Path]:

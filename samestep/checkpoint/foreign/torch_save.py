@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.foreign import nanochat, safe
-from samestep.checkpoint.foreign.dialects import groups_in_our_words
+from samestep.checkpoint.foreign.dialects import in_our_words
 from samestep.checkpoint.foreign.naming import HOW, Names, by_groups, check_shapes
 from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
@@ -85,27 +85,19 @@ def add_optimizers(
     ]
     of_name = {named[number]: state for number, state in opt["state"].items()}
     keys_of = {name: list(state) for name, state in of_name.items()}
-    facts, meanings = groups_in_our_words(groups, keys_of)
-    group_of = {name: group for group in groups for name in group["params"]}
-    for name, own in meanings.items():
+    found = in_our_words(collected, groups, keys_of)
+    for name, own, count in found:
         for theirs, ours in own.keys.items():
             value = torch.as_tensor(of_name[name][theirs])
             tensor = step_tensor(value) if ours == "step" else value
             if ours == "variance":
                 tensor = tensor.flatten()
             collected.add(state_key(name, ours), tensor, f"{where.name}: {name} {theirs}")
-        count = group_of[name].get("step")
-        if own.rule == "adamw" and "step" not in own.keys.values() and count is not None:
-            origin = f"{where.name}: step of its group"
-            collected.add(state_key(name, "step"), step_tensor(count), origin)
+        collected.add_step(name, count, f"{where.name}: step of its group")
     left_out = dict.fromkeys(
-        f"state {key}"
-        for name, own in meanings.items()
-        for key in keys_of[name]
-        if key not in own.keys
+        f"state {key}" for name, own, _ in found for key in keys_of[name] if key not in own.keys
     )
-    by = {own.by for own in meanings.values()}
-    return {"groups": facts, "left_out": list(left_out), "by": by}
+    return {"left_out": list(left_out), "by": {own.by for _, own, _ in found}}
 
 
 def model_in(content: Any) -> Values:

@@ -53,7 +53,7 @@ def read(
     extra = {key: state[key] for key in KEPT if key in state}
     others = ("scheduler.pt", "scaler.pt", "rng_state.pth")
     left = facts["left_out"] + [name for name in others if (path / name).exists()]
-    return collected.source(groups=facts["groups"], left_out=left, extra={"trainer": extra})
+    return collected.source(left_out=left, extra={"trainer": extra})
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import gathers_uneven, maximum
+from samestep.comm.collectives import is_nccl, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
 from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
@@ -113,7 +113,7 @@ class ReplicatedParameters(Placement):
             group.size,
             1 if outer is None else outer.size,
             self.device,
-            uneven=gathers_uneven(group, self.device),
+            uneven=is_nccl(group, self.device),
             levels=levels,
         )
         watched = in_flight.all_watched(self.params)

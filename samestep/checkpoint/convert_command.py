@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from samestep.checkpoint.converting import Converted, Kind, Part, convert
+from samestep.checkpoint.converting import Converted, Kind, convert
 from samestep.checkpoint.foreign.naming import rename_rule
+from samestep.checkpoint.sources import Part
 from samestep.checkpoint.storage import CheckpointError
 from samestep.tooling.request import BadRequestError, in_one_line, named_function
 

@@ -3,10 +3,10 @@
 A box at a time is in memory: files are mapped, and what is written is read from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,20 @@ from samestep.checkpoint.formats import FORMATS, open_checkpoint, own_name
 from samestep.checkpoint.logical import MODEL, Pieces
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
-from samestep.checkpoint.sources import Source
+from samestep.checkpoint.sources import Given, Names, Part, Source
 from samestep.checkpoint.storage import INDEX, CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.boxes import Box, HeldBox
 
 Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
-Part = Literal["model", "optimizer"]
 OF_FILES: tuple[Kind, ...] = ("dion", "nanochat")  # which are torch's but for what groups have
+READERS: dict[str, Callable[[Path, Given], Source]] = {
+    "megatron": megatron.read,
+    "deepspeed": deepspeed.read,
+    "trainer": trainer.read,
+}
 # Under these names too.
 ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"} | formats.ALIASES
-
-
-class Given(NamedTuple):
-    """What was said of a source beside its path."""
-
-    optimizers: Sequence[Path] = ()
-    names: naming.Names | None = None
-    model: nn.Module | None = None
-    verify: bool = True
-    only: Part | None = None
-    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ def convert(
     kind: Kind | None = None,
     to: str = "fully_reshardable",
     optimizers: Sequence[str | Path] = (),
-    names: naming.Names | str | Path | None = None,
+    names: Names | str | Path | None = None,
     model: nn.Module | None = None,
     rename: Sequence[tuple[str, str]] = (),
     preset: str | None = None,
@@ -187,19 +180,12 @@ def kind_of(path: Path) -> Kind:
 
 
 def _read(path: Path, kind: Kind, given: Given) -> Source:
-    if kind == "megatron":
-        return megatron.read(path, given.names, given.model, given.only, strict=given.step is None)
-    if kind == "deepspeed":
-        return deepspeed.read(path, given.only)
-    if kind == "trainer":
-        return trainer.read(path, given.names, given.model, given.only)
+    if kind in READERS:
+        return READERS[kind](path, given)
     if path.is_file():
         if kind in ("samestep", "dcp"):
             raise CheckpointError(f"{path} is a file, and a checkpoint of {kind} is a folder")
-        values: dict[str, Tensor] | None = None
-        if given.model is not None:
-            values = {n: p for n, p in given.model.named_parameters() if p.requires_grad}
-        return torch_save.read_files(path, given.optimizers, given.names, values, given.only)
+        return torch_save.read(path, given)
     if given.optimizers:
         raise CheckpointError(
             f"--optimizer is for files of torch.save, and {path} is a folder, which has all of it"

@@ -1,19 +1,34 @@
 """What is taken out of a checkpoint before anything is written: tensors under our names."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from samestep.checkpoint.logical import MODEL, GroupFacts, plain_options, state_key
 from samestep.checkpoint.storage import CheckpointError, in_boxes
 from samestep.layout.boxes import Box, HeldBox, held_range, whole_box
 
+Part = Literal["model", "optimizer"]
+# Of parameters: one list in the order of the optimizer's, or one per group.
+Names = Sequence[str] | Sequence[Sequence[str]]
 Boxes = Iterable[tuple[Box, Callable[[], Tensor]]]  # with what gets their values
+
+
+class Given(NamedTuple):
+    """What was said of a source beside its path."""
+
+    optimizers: Sequence[Path] = ()
+    names: Names | None = None
+    model: nn.Module | None = None
+    verify: bool = True
+    only: Part | None = None
+    step: int | None = None
 
 
 @dataclass

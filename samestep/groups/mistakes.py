@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.comm.events import has_passed, recorded_event
-from samestep.groups.param_groups import parameter_names
+from samestep.groups.param_groups import members, parameter_names
 from samestep.rules.state import needs_master
 from samestep.tooling.warn import some, warn_user
 
@@ -68,7 +68,7 @@ def refuse_late_group() -> None:
 
 def refuse_flat_parameters(index: int, group: Group) -> None:
     """FSDP1 hands out shards of flattened parameters as if they were whole ones."""
-    for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+    for _, name, param in members([group], index):
         if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
             raise ValueError(
                 f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which keeps a "
@@ -80,11 +80,7 @@ def refuse_flat_parameters(index: int, group: Group) -> None:
 
 def warn_of_lost_updates(groups: Iterable[Group], first: int = 0) -> None:
     """For 16-bit parameters without a word on `master_weights`; groups count from `first` on."""
-    named = [
-        pair
-        for index, group in enumerate(groups, first)
-        for pair in zip(parameter_names(group, index), group["params"], strict=True)
-    ]
+    named = [(name, param) for _, name, param in members(groups, first)]
     narrow = [(name, param) for name, param in named if needs_master(param, True)]
     if narrow:
         dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for _, param in narrow)

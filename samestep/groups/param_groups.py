@@ -173,6 +173,15 @@ def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
     return names or [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
 
 
+def members(
+    groups: Iterable[Mapping[str, Any]], first: int = 0
+) -> Iterator[tuple[Mapping[str, Any], str, Tensor]]:
+    """Every parameter with its group and its name; groups count from `first` on."""
+    for index, group in enumerate(groups, first):
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            yield group, name, param
+
+
 def listed(params: Any, index: int) -> list[Any]:
     """The parameters of group `index` as a list of tensors or (name, tensor) pairs."""
     if isinstance(params, Tensor):
@@ -215,9 +224,8 @@ def _check_tensor(item: Any, name: str = "") -> None:
 def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
     """Every parameter and every name once; torch would only warn, or not say which."""
     seen: dict[Tensor | str, str] = {}
-    for index, other in enumerate(others):
-        for name, param in zip(parameter_names(other, index), other["params"], strict=True):
-            seen[param] = seen[name] = name
+    for _, name, param in members(others):
+        seen[param] = seen[name] = name
     for place, item in enumerate(group["params"]):
         place_name = f"param_groups[{len(others)}][{place}]"
         name, param = item if isinstance(item, tuple) else (place_name, item)

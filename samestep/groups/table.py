@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.groups.param_groups import parameter_names
+from samestep.groups.param_groups import members
 from samestep.groups.table_state import kept_of, state_lines
 from samestep.layout.blocks import Block
 from samestep.rules import RULES
@@ -33,18 +33,17 @@ def table(
     """
     rows: list[dict[str, str]] = []  # by title
     totals: dict[str, list[int]] = {}
-    for index, group in enumerate(groups):
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            total = totals.setdefault(group["rule"], [0, 0, 0])
-            own = blocks[param]
-            of_ranks = ("", "") if ranks is None else ranks(param)
-            kept = ""
-            if group.get("state_dtypes") is not None:
-                kept = kept_of(param, group, own, master_weights=master_weights).text
-            rows.append(_row(name, param, group, own, kept, of_ranks, reasons.get(name, "")))
-            total[0] += 1
-            total[1] += param.numel()
-            total[2] += sum(len(block.matrices) for block in own or [])
+    for group, name, param in members(groups):
+        total = totals.setdefault(group["rule"], [0, 0, 0])
+        own = blocks[param]
+        of_ranks = ("", "") if ranks is None else ranks(param)
+        kept = ""
+        if group.get("state_dtypes") is not None:
+            kept = kept_of(param, group, own, master_weights=master_weights).text
+        rows.append(_row(name, param, group, own, kept, of_ranks, reasons.get(name, "")))
+        total[0] += 1
+        total[1] += param.numel()
+        total[2] += sum(len(block.matrices) for block in own or [])
     titles = [
         title for title in rows[0] if title not in OPTIONAL or any(row[title] for row in rows)
     ]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samestep.groups.param_groups import parameter_names
+from samestep.groups.param_groups import members
 from samestep.layout.blocks import Block
 from samestep.rules import RULES
 from samestep.rules.state import MASTERS, chosen_format, format_word, stored_tensors
@@ -64,9 +64,8 @@ def state_lines(
     """Of all parameters: where state stays, what stays wide, and what words mean; [] as usual."""
     named = [
         (name, kept_of(param, group, blocks.get(param), master_weights=master_weights))
-        for index, group in enumerate(groups)
+        for group, name, param in members(groups)
         if group.get("state_dtypes") is not None
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True)
     ]
     lines = []
     if offload is not None:

@@ -21,7 +21,7 @@ from samestep.groups.mistakes import (
     refuse_late_group,
     warn_of_ddp,
 )
-from samestep.groups.param_groups import Group, parameter_names
+from samestep.groups.param_groups import Group, members
 from samestep.groups.routing import without_wrappers
 from samestep.optimizer.holdings import Holdings, States, groups_before
 from samestep.optimizer.step import StepRunner
@@ -115,12 +115,7 @@ class Adoption:
         if not self._holds.placed:
             return
         before = groups_before(swapped, groups)
-        names = tuple(
-            name
-            for index, group in enumerate(before)
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
-            if swapped[param] is not param
-        )
+        names = tuple(name for _, name, param in members(before) if swapped[param] is not param)
         problem = Problem(RuntimeError(f"{names[0]!r} was replaced"), swapped=names)
         with suppress(AllSwapped):
             self._runner.run(before, state, problem)

@@ -16,7 +16,7 @@ from torch import Tensor, bfloat16, float16
 
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.groups.distribution import Distribution
-from samestep.groups.param_groups import parameter_names
+from samestep.groups.param_groups import members
 from samestep.layout.fused_rows import rows_in
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.rules.stored import REMAINDER
@@ -272,8 +272,7 @@ def _fused_and_cut(facts: Facts) -> str | None:
     by_fsdp = _managed_by_fsdp(facts)
     found = [
         name
-        for index, group in enumerate(facts.groups)
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True)
+        for group, name, param in members(facts.groups)
         if group.get("split_sizes")
         and param.dim() == 2
         and rows_in(name) is None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import from_first
-from samestep.groups.param_groups import Group, parameter_names
+from samestep.groups.param_groups import Group, members
 from samestep.placements.placement import Placement
 from samestep.rules.converted import encoded, remainder_of, value_of
 from samestep.rules.state import MASTER, MASTERS, State, math_dtype
@@ -138,11 +138,7 @@ class FullValues:
     # --- names ---------------------------------------------------------------------------
 
     def by_name(self) -> dict[str, Tensor]:
-        return {
-            name: param
-            for index, group in enumerate(self._groups)
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
-        }
+        return {name: param for _, name, param in members(self._groups)}
 
     def param(self, name: str) -> Tensor:
         known = self.by_name()

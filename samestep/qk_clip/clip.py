@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.collectives import maximum
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import box_in_forward
-from samestep.groups.param_groups import name_matches, parameter_names
+from samestep.groups.param_groups import members, name_matches
 from samestep.groups.routing import unwrapped, without_wrappers
 from samestep.layout.attention_heads import QKHeads
 from samestep.layout.fused_rows import rows_in, whole_name
@@ -244,11 +244,7 @@ def _found(
     opt: RuleOptimizer, model: nn.Module, layers: Mapping[str, QKHeads]
 ) -> dict[str, _Layer]:
     """The modules that patterns name, with their parameters in the optimizer."""
-    names = {
-        param: name
-        for index, group in enumerate(opt.param_groups)
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True)
-    }
+    names = {param: name for _, name, param in members(opt.param_groups)}
     modules = {without_wrappers(n): module for n, module in unwrapped(model).named_modules()}
     found: dict[str, _Layer] = {}
     scaled_by: dict[str, str] = {}

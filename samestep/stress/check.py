@@ -19,7 +19,7 @@ from samestep.comm.integrity.agreement import (
 )
 from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import Value, locate
-from samestep.groups.param_groups import LAYOUT_KEYS, Group, parameter_names
+from samestep.groups.param_groups import LAYOUT_KEYS, Group, members
 from samestep.groups.routing import unwrapped, without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.registry import mesh_of
@@ -200,9 +200,8 @@ def _entries(
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Tensor, str]:
     named = unwrapped(model).named_parameters()
     names: dict[Tensor, str] = {param: without_wrappers(name) for name, param in named}
-    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            names.setdefault(param, name)
+    for _, name, param in members([] if optimizer is None else optimizer.param_groups):
+        names.setdefault(param, name)
     return names
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.dialects import Meaning, meaning
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
+from samestep.checkpoint.sources import Collected, Given, Source, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.routing import without_wrappers
 from samestep.rules.state import MASTER
@@ -51,7 +51,7 @@ def folder_of(path: Path) -> Path | None:
     return path if found else None
 
 
-def read(path: Path, only: str | None = None) -> Source:
+def read(path: Path, given: Given) -> Source:
     """All of a checkpoint, or its model alone; of tensor parallel ranks if it is universal."""
     folder = folder_of(path)
     if folder is None:
@@ -73,7 +73,7 @@ def read(path: Path, only: str | None = None) -> Source:
             f"{folder} is of {parallel[0]} above 1: make it a universal checkpoint with "
             "DeepSpeed's ds_to_universal, and convert that"
         )
-    into, ranks = _Into(only), 1
+    into, ranks = _Into(given.only), 1
     if universal:
         _add_universal(folder, facts, into, whole=not parallel)
     else:

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.dialects import meaning
-from samestep.checkpoint.foreign.naming import Names, as_lists, names_of
+from samestep.checkpoint.foreign.naming import as_lists, names_of
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Source, model_name
+from samestep.checkpoint.sources import Collected, Given, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.checkpoint.torch_files import Entry, entries_in, load_entry, read_metadata
 from samestep.layout.boxes import Box, range_boxes
@@ -77,18 +77,11 @@ def folder_of(path: Path) -> Path | None:
     return path if isinstance(config, dict) and "sharded_backend" in config else None
 
 
-def read(
-    path: Path,
-    names: Names | None,
-    model: nn.Module | None,
-    only: str | None = None,
-    *,
-    strict: bool = True,
-) -> Source:
+def read(path: Path, given: Given) -> Source:
     """All of a checkpoint, or its model alone.
 
-    `names` or `model` give the order of parameters for dp_reshardable. Unless it is `strict`,
-    common.pt is left out where it cannot be read.
+    Names or a model give the order of parameters for dp_reshardable. Where the count of steps is
+    given, common.pt is left out if it cannot be read.
     """
     folder = folder_of(path)
     if folder is None:
@@ -113,7 +106,7 @@ def read(
         if (folder / COMMON).is_file():
             common |= safe.load_dict(folder / COMMON, SHELLS)
     except CheckpointError as error:
-        if strict and only != "model":
+        if given.step is None and given.only != "model":
             raise CheckpointError(
                 f"{error}; or give --step N, and it is converted without {COMMON}"
             ) from None
@@ -131,7 +124,7 @@ def read(
             left.append(key)
         else:
             params[key] = entry
-    if only == "model":
+    if given.only == "model":
         state, buckets = {}, []
     shapes, dtypes = dict[str, torch.Size](), dict[str, torch.dtype]()
     for key, entry in params.items():
@@ -151,7 +144,7 @@ def read(
         for name, _ in _layers(params[raw]):
             _add_options(collected, name, shapes[name], of_keys, options, left)
     if buckets:
-        order = names_of(model) if model is not None else _order(folder, names)
+        order = _order(folder, given)
         for name, keys in _from_buckets(folder, buckets, order, shapes, dtypes, collected).items():
             _check_main(folder, name, collected)
             _add_options(collected, name, shapes[name], keys, options, left)
@@ -265,14 +258,16 @@ def _add_options(
 # --- dp_reshardable --------------------------------------------------------------------------
 
 
-def _order(folder: Path, names: Names | None) -> list[str]:
-    if names is None:
+def _order(folder: Path, given: Given) -> list[str]:
+    if given.model is not None:
+        return names_of(given.model)
+    if given.names is None:
         raise CheckpointError(
             f"{folder} has its optimizer in buckets (dp_reshardable), which have no names: give "
             "the names of model.named_parameters() in order with --names, or the model with "
             "--model, or save it once with --dist-ckpt-optim-fully-reshardable"
         )
-    return [name.removeprefix("module.") for own in as_lists(names) for name in own]
+    return [name.removeprefix("module.") for own in as_lists(given.names) for name in own]
 
 
 def _from_buckets(

@@ -12,12 +12,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from samestep.checkpoint.foreign.safe import read_json
 from samestep.checkpoint.logical import MODEL, state_key
-from samestep.checkpoint.sources import Source, model_name
+from samestep.checkpoint.sources import Names, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.routing import without_wrappers
 
-# One list in the order of the optimizer's parameters, or one per group.
-Names = Sequence[str] | Sequence[Sequence[str]]
 HOW = (
     "give the names of each group's parameters with --names, or the model with --model "
     "(docs/convert.md says how)"

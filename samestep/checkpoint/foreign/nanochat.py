@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.foreign import safe
-from samestep.checkpoint.foreign.naming import HOW, Names, by_groups
+from samestep.checkpoint.foreign.naming import HOW, by_groups
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Source, model_name
+from samestep.checkpoint.sources import Collected, Names, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.layout.boxes import Box, HeldBox
 from samestep.presets import preset_options

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from samestep.checkpoint.foreign import nanochat, safe
 from samestep.checkpoint.foreign.dialects import in_our_words
-from samestep.checkpoint.foreign.naming import HOW, Names, by_groups, check_shapes
+from samestep.checkpoint.foreign.naming import HOW, by_groups, check_shapes
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
+from samestep.checkpoint.sources import Collected, Given, Names, Source, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.routing import without_wrappers
 from samestep.optimizer.loading import PART
@@ -28,24 +28,18 @@ Content = Mapping[str, Any]
 Values = dict[str, Tensor]
 
 
-def read_files(
-    path: Path,
-    optimizers: Sequence[Path] = (),
-    names: Names | None = None,
-    model: Values | None = None,
-    only: str | None = None,
-) -> Source:
+def read(path: Path, given: Given) -> Source:
     """What a file has, and others with optimizers beside it; mapped, not read.
 
-    `model` has the parameters, in order, where no file has them.
+    A model that is given has the parameters, in order, where no file has them.
     """
     content = safe.load(path)
     opts = _optimizers_in(content)
     values = {} if opts is content or isinstance(content, list) else model_in(content)
     where = path
-    if optimizers:
-        opts = [own for file in optimizers for own in _as_optimizers(file, safe.load(file))]
-        where = optimizers[0]
+    if given.optimizers:
+        opts = [own for file in given.optimizers for own in _as_optimizers(file, safe.load(file))]
+        where = given.optimizers[0]
     elif opts is None and not values:
         keys = sorted(map(str, content))[:8] if isinstance(content, Mapping) else content
         raise CheckpointError(
@@ -53,12 +47,15 @@ def read_files(
             f"({', '.join(MODELS)}) or of an optimizer ({', '.join(OPTIMIZERS)})"
         )
     found = [opts] if isinstance(opts, Mapping) else list(opts or ())
-    if only == "model":
+    if given.only == "model":
         found = []
     if any(map(nanochat.is_nanochat, found)):
-        return nanochat.read_nanochat(where, values, names)
+        return nanochat.read_nanochat(where, values, given.names)
     collected = Collected()
-    facts = add_optimizers(collected, where, found, names, values, model)
+    model: Values | None = None
+    if given.model is not None:
+        model = {n: p for n, p in given.model.named_parameters() if p.requires_grad}
+    facts = add_optimizers(collected, where, found, given.names, values, model)
     for name, tensor in values.items():
         collected.add(model_name(name), tensor, f"{path.name}: {name}")
     whole = collected.source(**facts)

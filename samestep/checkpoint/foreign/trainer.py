@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.checkpoint.foreign import safe
-from samestep.checkpoint.foreign.naming import HOW, Names, groups_of_trainer
+from samestep.checkpoint.foreign.naming import HOW, groups_of_trainer
 from samestep.checkpoint.foreign.torch_save import add_optimizers, is_optimizer, model_in
-from samestep.checkpoint.sources import Collected, Source, model_name
+from samestep.checkpoint.sources import Collected, Given, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 
 OPTIMIZER, STATE, CONFIG = "optimizer.pt", "trainer_state.json", "config.json"
@@ -25,10 +25,9 @@ def is_trainer(path: Path) -> bool:
     return (path / OPTIMIZER).is_file() and (path / STATE).is_file()
 
 
-def read(
-    path: Path, names: Names | None, model: nn.Module | None, only: str | None = None
-) -> Source:
+def read(path: Path, given: Given) -> Source:
     """All of a checkpoint, or its model alone."""
+    names, model = given.names, given.model
     if not (path / OPTIMIZER).is_file():
         inside = [name for name in ("optimizer_0", "optimizer") if (path / name).is_dir()]
         way = f"; convert {path / inside[0]} with --from dcp" if inside else ""
@@ -37,7 +36,7 @@ def read(
     if not is_optimizer(opt):
         raise CheckpointError(f"{path / OPTIMIZER} has no state dict of an optimizer")
     values = _weights(path)
-    if only == "model":
+    if given.only == "model":
         opt = {"state": {}, "param_groups": []}
     elif names is None and not any("param_names" in group for group in opt["param_groups"]):
         model = _built(path) if model is None else model

@@ -17,13 +17,13 @@ from samestep.checkpoint import folder, formats
 from samestep.checkpoint.foreign import deepspeed, megatron, naming, torch_save, trainer
 from samestep.checkpoint.foreign.conventions import checked, with_preset, with_step
 from samestep.checkpoint.formats import FORMATS, open_checkpoint, own_name
-from samestep.checkpoint.logical import MODEL, Pieces
+from samestep.checkpoint.logical import MODEL, Pieces, empty_pieces
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
 from samestep.checkpoint.sources import Given, Names, Part, Source
 from samestep.checkpoint.storage import INDEX, CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
-from samestep.layout.boxes import Box, HeldBox
+from samestep.layout.boxes import Box
 
 Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
 OF_FILES: tuple[Kind, ...] = ("dion", "nanochat")  # which are torch's but for what groups have
@@ -203,13 +203,8 @@ def _read(path: Path, kind: Kind, given: Given) -> Source:
 
 
 def _without_values(entry: TensorStorageMetadata) -> Pieces:
-    held = [
-        HeldBox(
-            Box(tuple(chunk.offsets), tuple(chunk.sizes)), torch.empty(chunk.sizes, device="meta")
-        )
-        for chunk in entry.chunks
-    ]
-    return Pieces(entry.size, entry.properties.dtype, torch.device("meta"), held)
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    return empty_pieces(entry.size, entry.properties.dtype, torch.device("meta"), boxes)
 
 
 def _write(source: Source, path: Path, name: str) -> None:

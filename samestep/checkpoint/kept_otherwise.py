@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from samestep.checkpoint.logical import MODEL, STATE, Pieces, Remainder, Tensors, state_key
+from samestep.checkpoint.logical import (
+    MODEL,
+    STATE,
+    Pieces,
+    Remainder,
+    Tensors,
+    empty_pieces,
+    state_key,
+)
 from samestep.groups.param_groups import parameter_names, rule_of
 from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.layout.fused_rows import whole_name
@@ -62,13 +70,9 @@ def adapted(
         if here is not None and there is not None and here.shape == there.size:
             continue
         wanted.pop(scale_name, None)
-        read = _read_as(tensors[name], stored[name], there)
-        wanted |= {name + suffix: pieces for suffix, pieces in read.pieces.items()}
-        per = 1 if here is None else tensors[name].shape[-1] // max(1, here.shape[-1])
-        finish += [
-            _writer(held, value, here, per)
-            for held, value in zip(tensors[name].held, read.values, strict=True)
-        ]
+        wanted[name], scales, write = _read_as(tensors[name], here, stored[name], there)
+        wanted |= {} if scales is None else {scale_name: scales}
+        finish.append(write)
     finish += map(_rest, remainders)
     optional = set() if optimizer is None else _counts(optimizer)
     finish += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
@@ -128,38 +132,44 @@ def _of_whole_blocks(optimizer: RuleOptimizer) -> set[str]:
     }
 
 
-class _Read(NamedTuple):
-    """Tensors to read into, by suffix of the name, and the values of each box once they are."""
-
-    pieces: Tensors
-    values: list[Callable[[], Tensor]]
-
-
 def _read_as(
-    own: Pieces, stored: TensorStorageMetadata, scale: TensorStorageMetadata | None
-) -> _Read:
-    """As the checkpoint keeps it, of the boxes that are here."""
+    own: Pieces,
+    own_scale: Pieces | None,
+    stored: TensorStorageMetadata,
+    scale: TensorStorageMetadata | None,
+) -> tuple[Pieces, Pieces | None, Callable[[], None]]:
+    """What to read as the checkpoint keeps it, of the boxes that are here: values or codes, scales.
+
+    And what then writes it into the state of here, which is in 8 bits if that has scales.
+    """
+    boxes = [held.box for held in own.held]
     dtype = torch.float32 if scale is None else stored.properties.dtype
-    boxes = [
-        HeldBox(held.box, torch.empty(held.box.sizes, dtype=dtype, device=own.device))
-        for held in own.held
-    ]
-    pieces = {"": Pieces(own.shape, dtype, own.device, boxes)}
-    if scale is None:
-        return _Read(pieces, [lambda tensor=tensor: tensor for _, tensor in boxes])  # type: ignore[misc]
-    per = own.shape[-1] // max(1, scale.size[-1])
-    scales = [
-        HeldBox(box, torch.empty(box.sizes, device=own.device))
-        for box in (_covering(held.box, per) for held in own.held)
-    ]
-    pieces[SCALE_SUFFIX] = Pieces(scale.size, torch.float32, own.device, scales)
-    return _Read(
-        pieces,
-        [
-            lambda codes=codes, of=of: _decoded(codes, of, per)  # type: ignore[misc]
-            for codes, of in zip(boxes, scales, strict=True)
-        ],
-    )
+    read, scales = empty_pieces(own.shape, dtype, own.device, boxes), None
+    if scale is not None:
+        per = _neighbours(own.shape, scale.size)
+        covering = [_covering(box, per) for box in boxes]
+        scales = empty_pieces(scale.size, torch.float32, own.device, covering)
+
+    def write() -> None:
+        for place, (box, tensor) in enumerate(own.held):
+            value = read.held[place].tensor
+            if scales is not None:
+                value = _decoded(read.held[place], scales.held[place], per)
+            if own_scale is None:
+                tensor.copy_(value)
+                continue
+            own_per = _neighbours(own.shape, own_scale.shape)
+            signed = tensor.dtype == torch.int8
+            codes, new = encode(value.contiguous(), own_per, signed=signed)
+            tensor.copy_(codes)
+            next(at for at in own_scale.held if at.box == box.divided(own_per)).tensor.copy_(new)
+
+    return read, scales, write
+
+
+def _neighbours(shape: torch.Size, scales: torch.Size) -> int:
+    """How many elements of a row share a scale."""
+    return shape[-1] // max(1, scales[-1])
 
 
 def _covering(box: Box, per: int) -> Box:
@@ -176,23 +186,6 @@ def _decoded(codes: HeldBox, scales: HeldBox, per: int) -> Tensor:
     own = whole[..., begin : begin + codes.box.sizes[-1]]
     own.copy_(codes.tensor)
     return decode(whole, scales.tensor)[..., begin : begin + codes.box.sizes[-1]]
-
-
-def _writer(
-    held: HeldBox, value: Callable[[], Tensor], scale: Pieces | None, per: int
-) -> Callable[[], None]:
-    """Writes a box of a moment into the state of here; `scale`: there, if it is in 8 bits."""
-
-    def write() -> None:
-        if scale is None:
-            held.tensor.copy_(value())
-            return
-        signed = held.tensor.dtype == torch.int8
-        codes, scales = encode(value().contiguous(), per, signed=signed)
-        held.tensor.copy_(codes)
-        next(own for own in scale.held if own.box == held.box.divided(per)).tensor.copy_(scales)
-
-    return write
 
 
 def _read_flat(own: Pieces, stored: TensorStorageMetadata) -> tuple[Pieces, Callable[[], None]]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from samestep.checkpoint.storage import DTYPES, CheckpointError
-from samestep.comm.meshes import held, mesh_group
+from samestep.comm.meshes import own_box
 from samestep.groups.param_groups import (
     Group,
     blocks_of_group,
@@ -115,6 +115,14 @@ class Pieces(Tensor):
         return next(tensor for box, tensor in self.held if torch.Size(box.offsets) == index.offset)
 
 
+def empty_pieces(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, boxes: Iterable[Box]
+) -> Pieces:
+    """With new boxes, whose values are still to come."""
+    held = [HeldBox(box, torch.empty(box.sizes, dtype=dtype, device=device)) for box in boxes]
+    return Pieces(shape, dtype, device, held)
+
+
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
@@ -143,8 +151,7 @@ def _held_here(value: Tensor) -> HeldBox:
     """All of a tensor, or the box of a DTensor that this rank has."""
     if not isinstance(value, DTensor):
         return whole_box(value)
-    group = mesh_group(value.device_mesh)
-    return HeldBox(held(value, group).boxes[group.rank], value.to_local())
+    return HeldBox(own_box(value), value.to_local())
 
 
 class Remainder(NamedTuple):

@@ -317,18 +317,14 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
 
 def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParameter]:
     """The parameters a matcher selects; matching nothing is an error, since it is a typo."""
-    if isinstance(matcher, str):
-        pattern = matcher
-
-        def selects(p: NamedParameter) -> bool:
-            return name_matches(p.name, pattern)
-    elif callable(matcher):
-        predicate = matcher
-
-        def selects(p: NamedParameter) -> bool:
-            return predicate(p.name, p.param)
-    else:
+    if not (isinstance(matcher, str) or callable(matcher)):
         raise TypeError(f"{where}: {matcher!r} is neither a name pattern nor a predicate")
+
+    def selects(p: NamedParameter) -> bool:
+        if isinstance(matcher, str):
+            return name_matches(p.name, matcher)
+        return matcher(p.name, p.param)
+
     found = [p for p in given.parameters if selects(p)]
     if not found and not any(map(selects, given.elsewhere)):
         raise ValueError(

@@ -126,7 +126,7 @@ class LocalFiles:
                 f"{own / SUM} is not what was saved here: it was changed, or is of another "
                 "checkpoint; take another checkpoint"
             )
-        return Index(own)
+        return Index(own, read_index(own))
 
     def verify(self, *_: int) -> None:
         """Raise unless every bit is right: nobody else reads these files."""
@@ -168,6 +168,7 @@ class Format(NamedTuple):
     # A rank's files; gives what the first rank needs to know. Objects are what is no tensor.
     write: Callable[[Path, int, WritePlan, Values, Mapping[str, Any]], Any]
     finish: Callable[[Path, Metadata, list[Any], Facts], None]  # on the first rank
+    open: Callable[[Path, dict[str, Any], Here | None], "Stored"]
 
 
 class Stored(Protocol):
@@ -189,11 +190,13 @@ def _as_they_are(tensors: Tensors, _: Facts) -> Mapping[str, Any]:
 
 
 FORMATS: dict[str, Format] = {
-    "fully_reshardable": Format(_as_they_are, False, plan_together, write_boxes, write_index),
-    "fsdp_dtensor": Format(
-        torch_state_dict, True, plan_together, write_with_torch, finish_with_torch
+    "fully_reshardable": Format(
+        _as_they_are, False, plan_together, write_boxes, write_index, Index
     ),
-    "dp_local": Format(_as_they_are, False, plan_alone, write_locally, finish_locally),
+    "fsdp_dtensor": Format(
+        torch_state_dict, True, plan_together, write_with_torch, finish_with_torch, TorchFiles
+    ),
+    "dp_local": Format(_as_they_are, False, plan_alone, write_locally, finish_locally, LocalFiles),
 }
 
 
@@ -214,13 +217,9 @@ def open_checkpoint(folder: Path, here: Here | None = None) -> Stored:
     if "world_size" not in content:
         raise CheckpointError(f"{folder} is the part of one rank: load {folder.parent}")
     written_as = content.get(WRITTEN_AS, "fully_reshardable")
-    if written_as == "fully_reshardable":
-        return Index(folder, content)
-    if written_as == "fsdp_dtensor":
-        return TorchFiles(folder, content)
-    if written_as != "dp_local":
+    if written_as not in FORMATS:
         raise CheckpointError(
             f"{folder / INDEX} has format {written_as}, which this version of samestep does not "
             "know: load it with the version that wrote it"
         )
-    return LocalFiles(folder, content, here)
+    return FORMATS[written_as].open(folder, content, here)

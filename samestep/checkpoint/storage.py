@@ -156,9 +156,9 @@ def sync(path: Path) -> None:
 class Index:
     """What the index of a checkpoint says; every file it names is there, in its size."""
 
-    def __init__(self, folder: Path, content: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, content: dict[str, Any], _: object = None) -> None:
         self.folder, self._files = folder, Files(folder)
-        self.content = read_index(folder) if content is None else content
+        self.content = content
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.places: Places = {}
         self._sizes: dict[MetadataIndex, list[int]] = {}

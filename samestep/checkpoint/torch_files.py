@@ -153,7 +153,7 @@ class TorchFiles:
     Nothing in it is executed.
     """
 
-    def __init__(self, folder: Path, content: Mapping[str, Any] | None) -> None:
+    def __init__(self, folder: Path, content: Mapping[str, Any] | None, _: object = None) -> None:
         self.folder = folder
         self._sums: Checksums = {}
         if content is not None:

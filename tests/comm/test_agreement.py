@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.comm.collectives import from_first
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import (
     RanksDisagreeError,
-    broadcast_from_first,
     differing,
     require_same_lines,
 )
@@ -182,7 +182,7 @@ def test_differing_compares_all_64_bits():
 def test_broadcast_gives_the_values_of_the_first_rank():
     def job(rank):
         tensor = torch.full((3,), float(rank) + 1)
-        broadcast_from_first(tensor, whole_group())
+        from_first("broadcast", tensor, whole_group()).wait()
         return tensor.tolist()
 
     assert run_threaded(3, job) == [[1.0, 1.0, 1.0]] * 3
@@ -193,5 +193,5 @@ def test_one_rank_agrees_with_itself_without_communication():
     require_same_lines("plan", ["a"], group, CPU)
     assert differing(torch.tensor([1, 2]), group) == []
     tensor = torch.ones(2)
-    broadcast_from_first(tensor, group)
+    from_first("broadcast", tensor, group).wait()
     assert tensor.tolist() == [1.0, 1.0]

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import from_first, gather_segments, maximum
+from samestep.comm.collectives import gather_segments, maximum
 from samestep.comm.groups import RankGroup
 
 
@@ -47,13 +47,6 @@ def agreed(values: Tensor, group: RankGroup, name: str = "comparison of replicas
 def differing(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> list[int]:
     """The places of an int64 vector at which ranks have different values."""
     return torch.nonzero(~agreed(values, group, name)).flatten().tolist()
-
-
-def broadcast_from_first(
-    tensor: Tensor, group: RankGroup, name: str = "broadcast of replicas"
-) -> None:
-    """Give every rank the values that the first rank of the group has."""
-    from_first(name, tensor, group).wait()
 
 
 def gather_texts(name: str, text: str, group: RankGroup, device: torch.device) -> list[str]:

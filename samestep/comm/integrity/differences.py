@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.comm.collectives import from_first
 from samestep.comm.groups import RankGroup
-from samestep.comm.integrity.agreement import broadcast_from_first, gather_texts
+from samestep.comm.integrity.agreement import gather_texts
 
 Value = float | int | bool | str
 
@@ -54,7 +55,7 @@ def _from_first(name: str, tensor: Tensor, group: RankGroup) -> list[Any]:
     own = tensor.detach().contiguous().view(-1)
     first = own.clone()
     # As bytes: not every backend knows every dtype, and bits are what is compared.
-    broadcast_from_first(first.view(torch.uint8), group, name)
+    from_first(name, first.view(torch.uint8), group).wait()
     return compared(first, own, tensor.shape)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samestep.comm.collectives import from_first
 from samestep.comm.groups import RankGroup
-from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
+from samestep.comm.integrity.agreement import differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
 from samestep.placements.whole.buffers import overlapping
 from samestep.tooling.warn import warn_user
@@ -77,4 +78,4 @@ def mend_replicas(
     )
     with torch.no_grad():
         for index in different:
-            broadcast_from_first(values[index], group)
+            from_first("broadcast of replicas", values[index], group).wait()

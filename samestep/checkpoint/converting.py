@@ -17,7 +17,7 @@ from samestep.checkpoint import folder, formats
 from samestep.checkpoint.foreign import deepspeed, megatron, naming, torch_save, trainer
 from samestep.checkpoint.foreign.conventions import checked, with_preset, with_step
 from samestep.checkpoint.formats import FORMATS, open_checkpoint, own_name
-from samestep.checkpoint.logical import MODEL, Pieces, empty_pieces
+from samestep.checkpoint.logical import MODEL, Pieces, empty_pieces, name_and_key
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
 from samestep.checkpoint.sources import Given, Names, Part, Source
@@ -132,7 +132,7 @@ def convert(
         _write(read, Path(target), own_name(ALIASES.get(to, to)))
     rows = [
         Row(
-            naming.parameter_of(name),
+            name_and_key(name)[0],
             read.origins.get(name, name),
             tuple(entry.size),
             str(entry.properties.dtype).removeprefix("torch."),

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from samestep.checkpoint import folder
 from samestep.checkpoint.formats import WRITTEN_AS, Stored, open_checkpoint
-from samestep.checkpoint.logical import MODEL
+from samestep.checkpoint.logical import name_and_key
 from samestep.checkpoint.storage import CheckpointError
 from samestep.tooling.request import BadRequestError
 
@@ -64,10 +64,7 @@ def contents(stored: Stored) -> dict[str, Any]:
         name: group["options"]["rule"] for group in content["groups"] for name in group["params"]
     }
     for tensor, entry in stored.tensors.items():
-        part, _, name = tensor.partition(".")
-        key = None
-        if part != MODEL:
-            name, _, key = name.rpartition(".")
+        name, key = name_and_key(tensor)
         known = parameters.setdefault(
             name, {"rule": rules.get(name), "shape": None, "dtype": None, "bytes": 0, "state": {}}
         )

@@ -228,6 +228,15 @@ def state_key(name: str, key: str) -> str:
     return f"{STATE}.{name}.{key}"
 
 
+def name_and_key(tensor: str) -> tuple[str, str | None]:
+    """The parameter that a tensor of a checkpoint is, or of which key it is the state."""
+    part, _, rest = tensor.partition(".")
+    if part == MODEL:
+        return rest, None
+    name, _, key = rest.rpartition(".")
+    return name, key
+
+
 def tensors_of(
     model: nn.Module | None,
     opt: RuleOptimizer | None,

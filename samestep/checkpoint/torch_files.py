@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.foreign.dialects import in_our_words
-from samestep.checkpoint.logical import MODEL, Tensors, options_from, state_key
+from samestep.checkpoint.logical import Tensors, name_and_key, options_from, state_key
 from samestep.checkpoint.sources import Collected, model_name
 from samestep.checkpoint.storage import (
     FORMAT,
@@ -68,13 +68,12 @@ def torch_state_dict(tensors: Tensors, facts: Mapping[str, Any]) -> dict[str, An
     """{"model": ..., "optimizer": ...} as torch's `get_state_dict` gives it."""
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        part, _, rest = name.partition(".")
-        if part == MODEL:
-            model[rest] = tensor
+    for whole_name, tensor in tensors.items():
+        name, key = name_and_key(whole_name)
+        if key is None:
+            model[name] = tensor
         else:
-            param, _, key = rest.rpartition(".")
-            state.setdefault(param, {})[key] = tensor
+            state.setdefault(name, {})[key] = tensor
     groups = [
         {
             **OF_TORCH.get(group["options"]["rule"], {}),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from samestep.checkpoint.foreign.safe import read_json
-from samestep.checkpoint.logical import MODEL, state_key
+from samestep.checkpoint.logical import name_and_key, state_key
 from samestep.checkpoint.sources import Names, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.routing import without_wrappers
@@ -101,8 +101,7 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
     """The same under other names; every rule must fit one, and no two may become the same."""
     if not rules:
         return source
-    names = dict.fromkeys(parameter_of(tensor) for tensor in source.tensors)
-    new = {name: name for name in names}
+    new = {name: name for name, _ in map(name_and_key, source.tensors)}
     for pattern, replacement in rules:
         try:
             fitting = [name for name in new if re.search(pattern, new[name])]
@@ -121,7 +120,7 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
                 f"--rename makes {name!r} of both {seen[name]!r} and {old!r}: make the patterns "
                 "narrower"
             )
-    back = {_with_name(tensor, new[parameter_of(tensor)]): tensor for tensor in source.tensors}
+    back = {_with_name(tensor, new[name_and_key(tensor)[0]]): tensor for tensor in source.tensors}
     return replace(
         source,
         read=lambda box: source.read(MetadataIndex(back[box.fqn], box.offset)),
@@ -146,13 +145,6 @@ def _cuts_renamed(options: dict[str, Any], new: Mapping[str, str]) -> dict[str, 
     return {**options, "split_sizes": {"entries": entries}}
 
 
-def parameter_of(tensor: str) -> str:
-    """The parameter that a tensor of a checkpoint is, or is the state of."""
-    part, _, rest = tensor.partition(".")
-    return rest if part == MODEL else rest.rpartition(".")[0]
-
-
 def _with_name(tensor: str, name: str) -> str:
-    if tensor.startswith(f"{MODEL}."):
-        return model_name(name)
-    return state_key(name, tensor.rpartition(".")[2])
+    _, key = name_and_key(tensor)
+    return model_name(name) if key is None else state_key(name, key)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,12 +11,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from samestep.checkpoint.logical import MODEL, GroupFacts, plain_options, state_key
 from samestep.checkpoint.storage import CheckpointError, in_boxes
-from samestep.layout.boxes import Box, HeldBox, held_range, whole_box
+from samestep.layout.boxes import Box, held_range, whole_box
 
 Part = Literal["model", "optimizer"]
 # Of parameters: one list in the order of the optimizer's, or one per group.
 Names = Sequence[str] | Sequence[Sequence[str]]
-Boxes = Iterable[tuple[Box, Callable[[], Tensor]]]  # with what gets their values
+Values = Tensor | Callable[[], Tensor]  # those of a box, or what reads them
+Boxes = Iterable[tuple[Box, Values]]
 
 
 class Given(NamedTuple):
@@ -49,7 +49,7 @@ class _Parts(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     origin: str
-    boxes: dict[tuple[int, ...], tuple[Box, Callable[[], Tensor]]]
+    boxes: dict[tuple[int, ...], tuple[Box, Values]]
 
 
 class Collected:
@@ -67,32 +67,19 @@ class Collected:
 
     def add(self, name: str, tensor: Tensor, origin: str) -> None:
         """A whole tensor."""
-        self.add_held(name, tensor.shape, tensor.dtype, [whole_box(tensor)], origin)
+        self.add_boxes(name, tensor.shape, tensor.dtype, [whole_box(tensor)], origin)
 
     def add_range(
         self, name: str, shape: torch.Size, start: int, values: Tensor, origin: str
     ) -> None:
         """A range of the flattened tensor."""
         held = held_range(tuple(shape), start, values.reshape(-1)) if len(values) else ()
-        self.add_held(name, shape, values.dtype, held, origin)
+        self.add_boxes(name, shape, values.dtype, held, origin)
 
-    def add_held(
-        self,
-        name: str,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        held: Iterable[HeldBox],
-        origin: str,
-    ) -> None:
-        """Boxes whose values are here."""
-        self.add_later(
-            name, shape, dtype, [(box, partial(_same, own)) for box, own in held], origin
-        )
-
-    def add_later(
+    def add_boxes(
         self, name: str, shape: torch.Size, dtype: torch.dtype, boxes: Boxes, origin: str
     ) -> None:
-        """Boxes whose values are read when they are asked for."""
+        """Boxes whose values are here, or read when they are asked for."""
         parts = self._found.setdefault(name, _Parts(torch.Size(shape), dtype, origin, {}))
         if parts.shape != torch.Size(shape):
             raise CheckpointError(
@@ -128,8 +115,8 @@ class Collected:
         """All of a tensor, read now."""
         parts = self._found[name]
         whole = torch.empty(parts.shape, dtype=parts.dtype)
-        for box, get in parts.boxes.values():
-            whole[box.slices] = get()
+        for box, values in parts.boxes.values():
+            whole[box.slices] = _read(values)
         return whole
 
     @property
@@ -144,8 +131,8 @@ class Collected:
         return {name: parts.origin for name, parts in self._found.items()}
 
     def read(self, box: MetadataIndex) -> Tensor:
-        _, get = self._found[box.fqn].boxes[tuple(box.offset or ())]
-        return get()
+        _, values = self._found[box.fqn].boxes[tuple(box.offset or ())]
+        return _read(values)
 
     def source(self, **facts: Any) -> Source:
         """All that was found; raises if a part of a tensor is missing."""
@@ -159,8 +146,8 @@ class Collected:
         return Source(self.read, self.tensors, self.origins, self.groups, **facts)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _read(values: Values) -> Tensor:
+    return values if isinstance(values, Tensor) else values()
 
 
 def model_name(name: str) -> str:

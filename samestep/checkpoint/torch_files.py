@@ -216,7 +216,7 @@ class TorchFiles:
             chunks = [
                 (Box(box.offsets[:1], box.sizes[:1]), partial(_flat, read)) for box, read in chunks
             ]
-        self._found.add_later(name, shape, dtype, chunks, key)
+        self._found.add_boxes(name, shape, dtype, chunks, key)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the files."""

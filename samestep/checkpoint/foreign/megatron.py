@@ -130,7 +130,7 @@ def read(path: Path, given: Given) -> Source:
     for key, entry in params.items():
         for name, one in _layers(entry):
             shapes[name], dtypes[name] = one.shape, one.dtype
-            collected.add_later(model_name(name), one.shape, one.dtype, one.chunks, key)
+            collected.add_boxes(model_name(name), one.shape, one.dtype, one.chunks, key)
     for raw, of_keys in state.items():
         if raw not in params:
             raise CheckpointError(
@@ -140,7 +140,7 @@ def read(path: Path, given: Given) -> Source:
             whole = _unflattened(entry, params[raw].shape)
             for name, one in _layers(whole, raw):
                 own = state_key(name, MASTER if theirs in MAIN else theirs)
-                collected.add_later(own, one.shape, one.dtype, one.chunks, entry.key)
+                collected.add_boxes(own, one.shape, one.dtype, one.chunks, entry.key)
         for name, _ in _layers(params[raw]):
             _add_options(collected, name, shapes[name], of_keys, options, left)
     if buckets:
@@ -316,7 +316,7 @@ def _from_buckets(
                 for theirs, entry in keys.items():
                     own = state_key(name, MASTER if theirs in MAIN else theirs)
                     chunks = list(_cut(entry, start, stop, tuple(shapes[name])))
-                    collected.add_later(own, shapes[name], entry.dtype, chunks, entry.key)
+                    collected.add_boxes(own, shapes[name], entry.dtype, chunks, entry.key)
                     keys_of.setdefault(name, {})[theirs] = None
                 start = stop if stop == size else -(-stop // ALIGNMENT) * ALIGNMENT
             if start < size:

@@ -105,7 +105,7 @@ def _add_slices(
         for part in parts:
             at = (start, *[0] * (len(shape) - 1))[: len(shape)]
             held, own = HeldBox(Box(at, tuple(part.shape)), part), state_key(name, key)
-            collected.add_held(own, shape, part.dtype, [held], f"{path.name}: {name} {key}")
+            collected.add_boxes(own, shape, part.dtype, [held], f"{path.name}: {name} {key}")
             start += part.shape[0] if shape else 0
 
 

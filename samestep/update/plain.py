@@ -8,7 +8,7 @@ whatever the dtype of the parameter.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from samestep.rules.stored import (
     round_bf16,
     split_remainder,
 )
+
+if TYPE_CHECKING:
+    from samestep.update.metrics import Outliers, UpdateSizes
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
 # The same of what kernels orthogonalize at once: 4 bytes each, and less for Gram matrices.
@@ -55,28 +58,6 @@ class Operand(NamedTuple):
         return rows, self.param.numel() // rows
 
 
-class DirectionSizes(Protocol):
-    """Adds up the squares of directions."""
-
-    def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
-        """Count the squares, (B,), of some operands of a group."""
-        ...
-
-
-class DirectionBounds(Protocol):
-    """Counts directions that are larger than they can be."""
-
-    def look_at(
-        self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
-    ) -> None:
-        """Look at the squares of directions, (B,), of a group."""
-        ...
-
-    def watch(self, group: int, flags: Sequence[Tensor]) -> None:
-        """Look at flags that kernels set, from now on."""
-        ...
-
-
 class GroupMath(NamedTuple):
     """How one group's rule is run in this step, on one device."""
 
@@ -86,8 +67,8 @@ class GroupMath(NamedTuple):
     factor: Tensor | None  # gradients are multiplied with it
     maximize: bool
     only_if: Tensor | None  # a flag on the device: False leaves all as it is
-    sizes: "DirectionSizes | None"  # told of every direction, if these are measured
-    bounds: "DirectionBounds | None" = None
+    sizes: "UpdateSizes | None"  # told of every direction, if these are measured
+    bounds: "Outliers | None" = None
 
     def gradient(self, grad: Tensor) -> Tensor:
         """A gradient as the rule shall see it; scaled in 32 bits, as 16 are too few."""

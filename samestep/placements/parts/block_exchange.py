@@ -6,7 +6,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,30 +41,10 @@ from samestep.rules.state import State, math_dtype
 from samestep.update.plain import GroupMaths
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.kernel_stages import SpreadBlocks
+    from samestep.placements.parts.kernel_stages import KernelStages, SpreadBlocks
 
 
 NOTHING: State = {}
-
-
-class Stages(Protocol):
-    """One chunk of blocks, stage by stage."""
-
-    def collect(self, held: HeldParts, math: GroupMaths) -> None:
-        """Prepare the parts held here, and start sending them to the owners."""
-        ...
-
-    def transform(self, held: HeldParts, math: GroupMaths) -> None:
-        """Run the rule on the whole blocks that this rank owns."""
-        ...
-
-    def give_back(self, held: HeldParts) -> None:
-        """Start sending everyone the parts of the directions that they hold."""
-        ...
-
-    def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
-        """Step in the directions, on the parts held here."""
-        ...
 
 
 class BlockExchange:
@@ -83,7 +63,7 @@ class BlockExchange:
         self.shape = shape_of(transfers, distribution, held.specs, ranks)
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
-        self._running: dict[int, Stages] = {}  # chunks that are on their way
+        self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
         self._brought: dict[int, dict[Key, BlockState]] = {}  # by chunk, in the last step
 
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
@@ -154,10 +134,8 @@ class BlockExchange:
             case Collect():
                 if arrived is not None:
                     self._bring(WindowId(operation.bucket, "chunk"), arrived)
-                stages: Stages | None = None
-                if self._kernels is not None:
-                    stages = self._kernels.stages(held, number, math)
-                self._running[number] = stages or self._stages[number]
+                kernels = self._kernels and self._kernels.stages(held, number, math)
+                self._running[number] = kernels or self._stages[number]
                 self._running[number].collect(held, math)
             case Transform():
                 self._running[number].transform(held, math)

@@ -14,34 +14,19 @@ Two that meet later, when they launch inside backward already, are refused.
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from samestep.plan.schedule import launch_order
 from samestep.tooling.warn import warn_user
 
-
-class Launcher(Protocol):
-    """The buckets of one plan, which are launched in their own order."""
-
-    launched: int  # so many were, in this round
-
-    def is_complete(self, bucket: int) -> bool:
-        """Whether every gradient of a bucket has arrived."""
-        ...
-
-    def make_room(self) -> None:
-        """Another bucket is about to be launched inside backward."""
-        ...
-
-    def launch_next(self) -> None:
-        """Launch the first bucket that was not."""
-        ...
+if TYPE_CHECKING:
+    from samestep.placements.whole.reduction import GradientReducer
 
 
 class _Turn(NamedTuple):
-    launcher: Launcher
+    launcher: "GradientReducer"
     bucket: int
 
 
@@ -50,7 +35,7 @@ class LaunchOrder:
 
     def __init__(self, owner: str = "optimizer") -> None:
         self._owner = owner
-        self._plans: list[tuple[Launcher, Sequence[int]]] = []
+        self._plans: list[tuple[GradientReducer, Sequence[int]]] = []
         self._turns: list[_Turn] = []
         self._next = 0
         self._names: list[str] = []  # of parameters that are reduced inside backward
@@ -125,7 +110,7 @@ class LaunchOrder:
 
     # --- one round ---------------------------------------------------------------------------
 
-    def add(self, launcher: Launcher, places: Sequence[int]) -> None:
+    def add(self, launcher: "GradientReducer", places: Sequence[int]) -> None:
         """Take in the buckets of a plan; `places` says how late forward uses each of them."""
         self._plans.append((launcher, places))
         self._turns = [
@@ -151,7 +136,7 @@ class LaunchOrder:
             turn.launcher.make_room()
             turn.launcher.launch_next()
 
-    def launch_through(self, launcher: Launcher, bucket: int) -> None:
+    def launch_through(self, launcher: "GradientReducer", bucket: int) -> None:
         """Launch everything up to this bucket, complete or not."""
         while launcher.launched <= bucket:
             turn = self._turn()

@@ -35,7 +35,7 @@ BAR = 0.01  # of a step
 @contextmanager
 def timed_checks(spent: Counter[str]) -> Iterator[None]:
     """Add to `spent` the nanoseconds in each check, wherever it is known by name."""
-    checks = [e.check for e in REGISTER if e.when == "every step" and e.check is not None]
+    checks = [e.check for e in REGISTER if e.when == "in every step" and e.check is not None]
     with ExitStack() as patches:
         for check in checks:  # module:qualified name
             module, _, name = check.partition(":")

@@ -23,10 +23,10 @@ from samestep.stress import check
 from tests.ranks import run_forked
 
 PHASES = {
-    "construction": {"construction"},
-    "first step": {"first step"},
-    "every step": {"first step", "second step"},
-    "stress.check": {"stress.check"},
+    "at construction": {"construction"},
+    "in the first step": {"first step"},
+    "in every step": {"first step", "second step"},
+    "where you call samestep.stress.check": {"stress.check"},
 }
 
 

@@ -10,23 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, bfloat16, float16
 
-from samestep.comm.groups import RankGroup, ranks_text
-from samestep.groups.distribution import Distribution
+from samestep.comm.groups import ranks_text
 from samestep.groups.param_groups import members
 from samestep.layout.fused_rows import rows_in
+from samestep.optimizer.holdings import Holdings
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.rules.stored import REMAINDER
 from samestep.tooling.warn import some
-
-if TYPE_CHECKING:
-    from samestep.placements.parts.sharded import ShardedParameters
-    from samestep.placements.whole.replicated import ReplicatedParameters
-
-When = Literal["construction", "first step", "every step", "stress.check", "never"]
 
 WIDTH = 100
 
@@ -35,12 +29,7 @@ class Facts(NamedTuple):
     """What an optimizer knows of its run; entries of the register read nothing else."""
 
     kind: str  # name of its class
-    ranks: RankGroup | None  # those that hold copies of plain parameters; None: one process
-    outer: RankGroup | None
-    stages: RankGroup | None
-    distribution: Distribution
-    replicated: "Sequence[ReplicatedParameters]"
-    sharded: "Sequence[ShardedParameters]"
+    holds: Holdings
     groups: Sequence[Mapping[str, Any]]
     max_grad_norm: float | None
     state_lines: Sequence[str]  # how state is kept, and where; none as usual
@@ -55,18 +44,18 @@ class Assumption:
 
     name: short, unique.
     taken_for_granted: a sentence.
-    check: "module:function" or "module:Class.method", which holds it; None: nobody does.
-    when: it runs.
-    cost: of the check, in words; where nobody checks, what helps or why nobody can.
     here: what it means for an optimizer at hand; None: it does not concern that.
+    check: "module:function" or "module:Class.method", which holds it; None: nobody does.
+    when: it runs, in words.
+    cost: of the check, in words; where nobody checks, what helps or why nobody can.
     """
 
     name: str
     taken_for_granted: str
-    check: str | None
-    when: When
-    cost: str
     here: Here
+    check: str | None = None
+    when: str = "never"
+    cost: str = "negligible time on the CPU"
 
     def function(self) -> Callable[..., Any] | None:
         """The function that checks, without what is wrapped around it."""
@@ -82,12 +71,12 @@ class Assumption:
 
 def explain(facts: Facts) -> str:
     """The register for one optimizer, as text."""
-    where = "one process" if facts.ranks is None else ranks_text(facts.ranks.members)
+    where = "one process" if facts.holds.ranks is None else ranks_text(facts.holds.ranks.members)
     lines = [f"What {facts.kind} takes for granted ({where})", ""]
     told = [(entry, here) for entry in REGISTER if (here := entry.here(facts)) is not None]
     for entry, here in told:
         if entry.check is not None:
-            checked = f"Checked {_when(entry.when)}; cost: {entry.cost} ({entry.check})"
+            checked = f"Checked {entry.when}; cost: {entry.cost} ({entry.check})"
             lines += _lines(entry, here, checked)
     unchecked = [(entry, here) for entry, here in told if entry.check is None]
     if unchecked:
@@ -99,16 +88,6 @@ def explain(facts: Facts) -> str:
     for text in facts.state_lines:
         lines += wrap(f"{text}.", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines).rstrip()
-
-
-def _when(when: When) -> str:
-    return {
-        "construction": "at construction",
-        "first step": "in the first step",
-        "every step": "in every step",
-        "stress.check": "where you call samestep.stress.check",
-        "never": "never",
-    }[when]
 
 
 def _lines(entry: Assumption, here: str, checked: str) -> Iterator[str]:
@@ -127,31 +106,35 @@ def _many(number: int, noun: str) -> str:
 
 def _plain_params(facts: Facts) -> str:
     """Those of which this optimizer shares copies: DTensors too, where others have the same."""
-    plain = sum(len(plan.params) for plan in facts.replicated if plan.mesh is None)
-    parts = sum(len(plan.params) for plan in facts.replicated if plan.mesh is not None)
+    plain = sum(len(plan.params) for plan in facts.holds.shared if plan.mesh is None)
+    parts = sum(len(plan.params) for plan in facts.holds.shared if plan.mesh is not None)
     kinds = {"plain parameter": plain, "DTensor": parts}
     return " and ".join(_many(count, noun) for noun, count in kinds.items() if count)
 
 
 def _averages_here(facts: Facts) -> bool:
-    return bool(facts.replicated) and facts.distribution.grads == "local"
+    return bool(facts.holds.shared) and facts.holds.distribution.grads == "local"
 
 
 def _who_averages(facts: Facts) -> str | None:
     """Of every parameter: who averages the gradients of its copies."""
     found = []
-    for plan in facts.replicated:
+    for plan in facts.holds.shared:
         what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
         if plan.mesh is not None:
             parts = ranks_text(plan.mesh.group.members)
             what = f"{_many(len(plan.params), 'DTensor')} on {parts}, of which others have copies,"
-        if facts.distribution.grads == "reduced":
+        if facts.holds.distribution.grads == "reduced":
             found.append(f'{what} on {ranks} averaged by somebody else (grads="reduced", or DDP)')
             continue
-        outside = "" if facts.outer is None else f", then over {ranks_text(facts.outer.members)}"
+        outside = (
+            ""
+            if facts.holds.outer is None
+            else f", then over {ranks_text(facts.holds.outer.members)}"
+        )
         found.append(f"{what} averaged by samestep over {ranks}{outside}")
     by_fsdp = _managed_by_fsdp(facts)
-    for sharded in facts.sharded:
+    for sharded in facts.holds.sharded:
         names = sharded.mesh.mesh_dim_names
         axes = f" (mesh axes {', '.join(names)})" if names else ""
         where = f"on {ranks_text(sharded.group.members)}{axes}"
@@ -168,39 +151,43 @@ def _who_averages(facts: Facts) -> str | None:
 
 
 def _among_ranks(facts: Facts) -> str | None:
-    if not facts.replicated:
+    if not facts.holds.shared:
         return None
-    groups = dict.fromkeys(plan.group.members for plan in facts.replicated)
+    groups = dict.fromkeys(plan.group.members for plan in facts.holds.shared)
     return f"{_plain_params(facts)} on " + "; ".join(map(ranks_text, groups))
 
 
 def _plans(facts: Facts) -> str | None:
-    count = len(facts.replicated) + len(facts.sharded)
+    count = len(facts.holds.shared) + len(facts.holds.sharded)
     return _many(count, "plan") if count else None
 
 
 def _dtensors(facts: Facts) -> str | None:
-    return _many(sum(len(s.params) for s in facts.sharded), "DTensor") if facts.sharded else None
+    return (
+        _many(sum(len(s.params) for s in facts.holds.sharded), "DTensor")
+        if facts.holds.sharded
+        else None
+    )
 
 
 def _dtensors_with_copies(facts: Facts) -> str | None:
-    count = sum(len(plan.params) for plan in facts.replicated if plan.mesh is not None)
+    count = sum(len(plan.params) for plan in facts.holds.shared if plan.mesh is not None)
     return _many(count, "DTensor") if count else None
 
 
 def _compared_copies(facts: Facts) -> str | None:
-    count = sum(plan.compares_copies for plan in (*facts.replicated, *facts.sharded))
+    count = sum(plan.compares_copies for plan in (*facts.holds.shared, *facts.holds.sharded))
     return _many(count, "plan") if count else None
 
 
 def _outside_of_meshes(facts: Facts) -> str | None:
     """DTensors on meshes that leave out some of the ranks."""
-    if facts.ranks is None:
+    if facts.holds.ranks is None:
         return None
     found = [
         f"{some([spec.name for spec in sharded.specs], 4)} on {ranks_text(sharded.group.members)}"
-        for sharded in facts.sharded
-        if not set(facts.ranks.members) <= set(sharded.group.members)
+        for sharded in facts.holds.sharded
+        if not set(facts.holds.ranks.members) <= set(sharded.group.members)
     ]
     return "; ".join(found) or None
 
@@ -210,19 +197,19 @@ def _groups(facts: Facts) -> str | None:
 
 
 def _reduced_gradients(facts: Facts) -> str | None:
-    if not facts.replicated or facts.distribution.grads == "local":
+    if not facts.holds.shared or facts.holds.distribution.grads == "local":
         return None
     return _plain_params(facts)
 
 
 def _overlapped(facts: Facts) -> str | None:
-    if not (_averages_here(facts) and facts.distribution.overlap_grad_reduce):
+    if not (_averages_here(facts) and facts.holds.distribution.overlap_grad_reduce):
         return None
     return f"{_plain_params(facts)}, reduced inside backward (overlap_grad_reduce)"
 
 
 def _on_their_way(facts: Facts) -> str | None:
-    if not (facts.replicated and facts.distribution.overlap_param_gather):
+    if not (facts.holds.shared and facts.holds.distribution.overlap_param_gather):
         return None
     return f"{_plain_params(facts)}, still on their way after the step (overlap_param_gather)"
 
@@ -231,8 +218,8 @@ def _narrow_sums(facts: Facts) -> str | None:
     """Gradients that travel in float16."""
     if not _averages_here(facts):
         return None
-    asked = facts.distribution.reduce_dtype
-    params = [param for plan in facts.replicated for param in plan.params]
+    asked = facts.holds.distribution.reduce_dtype
+    params = [param for plan in facts.holds.shared for param in plan.params]
     narrow = sum((asked or gradient_dtype(param)) == float16 for param in params)
     return f"{_many(narrow, 'gradient')} of float16" if narrow else None
 
@@ -262,9 +249,9 @@ def _finite_unasked(facts: Facts) -> str | None:
 
 
 def _other_ranks(facts: Facts) -> str | None:
-    if facts.ranks is None:
+    if facts.holds.ranks is None:
         return None
-    return f"parameters, options and state on {ranks_text(facts.ranks.members)}"
+    return f"parameters, options and state on {ranks_text(facts.holds.ranks.members)}"
 
 
 def _fused_and_cut(facts: Facts) -> str | None:
@@ -283,11 +270,11 @@ def _fused_and_cut(facts: Facts) -> str | None:
 
 def _managed_by_fsdp(facts: Facts) -> set[int]:
     """The DTensors that FSDP2 manages, by id."""
-    if not facts.sharded:
+    if not facts.holds.sharded:
         return set()
     from samestep.placements.parts.fsdp_units import managed_beside  # DTensors take long to import
 
-    params = [param for sharded in facts.sharded for param in sharded.params]
+    params = [param for sharded in facts.holds.sharded for param in sharded.params]
     return set(map(id, managed_beside(params)))
 
 
@@ -299,7 +286,11 @@ def _row_cuts(param: Tensor) -> int:
 
 def _alone(facts: Facts) -> str | None:
     """Of an optimizer that knows of this process only, and has gradients to average."""
-    if facts.ranks is not None or facts.sharded or facts.distribution.grads == "reduced":
+    if (
+        facts.holds.ranks is not None
+        or facts.holds.sharded
+        or facts.holds.distribution.grads == "reduced"
+    ):
         return None
     return "this process trains alone"
 
@@ -338,7 +329,7 @@ def _local(facts: Facts) -> str | None:
 
 
 def _edited(facts: Facts) -> str | None:
-    return None if facts.distribution.overlap_grad_reduce else _local(facts)
+    return None if facts.holds.distribution.overlap_grad_reduce else _local(facts)
 
 
 # --- the register --------------------------------------------------------------------------------
@@ -347,275 +338,255 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "averages",
         "The copies of every parameter are averaged by somebody, and by one only.",
+        _who_averages,
         "samestep.placements.copies:refuse_copies_nobody_averages",
-        "construction",
+        "at construction",
         "nothing where a mesh has all ranks, else 64 bytes and two bits for each rank, from each "
         "rank",
-        _who_averages,
     ),
     Assumption(
         "same plan",
         "All ranks that share parameters have built the same model and optimizer.",
-        "samestep.comm.integrity.agreement:require_same_lines",
-        "construction",
-        "32 bytes from every rank",
         _plans,
+        "samestep.comm.integrity.agreement:require_same_lines",
+        "at construction",
+        "32 bytes from every rank",
     ),
     Assumption(
         "equal start",
         "Copies of a parameter have the same values when training begins and when a state is "
         "loaded.",
-        "samestep.placements.whole.replicated:ReplicatedParameters.mend_replicas",
-        "construction",
-        "a checksum of every parameter, of which 8 bytes travel",
         _among_ranks,
+        "samestep.placements.whole.replicated:ReplicatedParameters.mend_replicas",
+        "at construction",
+        "a checksum of every parameter, of which 8 bytes travel",
     ),
     Assumption(
         "unchanged groups",
         "Parameters are those that the optimizer was built with, in the same shape and dtype, and "
         "options that decide the state stay as they were.",
-        "samestep.groups.group_checks:GroupChecks.check",
-        "every step",
-        "negligible time on the CPU",
         _groups,
+        "samestep.groups.group_checks:GroupChecks.check",
+        "in every step",
     ),
     Assumption(
         "unchanged memory",
         "Plain parameters stay contiguous, and those in flat buffers stay there.",
-        "samestep.placements.whole.replicated:ReplicatedParameters._parameter_problem",
-        "every step",
-        "negligible time on the CPU",
         _among_ranks,
+        "samestep.placements.whole.replicated:ReplicatedParameters._parameter_problem",
+        "in every step",
     ),
     Assumption(
         "missing gradients",
         "A rank may lack a gradient that others have (zeros stand for it), or may be unable to "
         "take the step (then no rank takes it).",
-        "samestep.comm.presence:PresenceAgreement.agree",
-        "every step",
-        "8 bytes for each parameter travel",
         _plans,
+        "samestep.comm.presence:PresenceAgreement.agree",
+        "in every step",
+        "8 bytes for each parameter travel",
     ),
     Assumption(
         "gradients of all copies",
         'Where nobody averages any more (grads="reduced", a DTensor along the axes of its mesh '
         "that replicate it), ranks with copies of the same values have the same gradients: all of "
         "them or none.",
+        _compared_copies,
         "samestep.comm.presence:CopiedHere.refuse_difference",
-        "every step",
+        "in every step",
         "16 bytes for each such set of ranks and some 50 parameters travel; on a GPU it is told in "
         "a later step",
-        _compared_copies,
     ),
     Assumption(
         "gradients placed alike",
         "The gradient of a DTensor is placed as the DTensor is.",
-        "samestep.placements.parts.sharded:ShardedParameters._gradient_problem",
-        "every step",
-        "negligible time on the CPU",
         _dtensors,
+        "samestep.placements.parts.sharded:ShardedParameters._gradient_problem",
+        "in every step",
     ),
     Assumption(
         "gradients of copies placed alike",
         "The gradient of a DTensor that samestep averages is placed as the DTensor is, or is a "
         "summand of it, and stays what it was in the first step.",
-        "samestep.placements.whole.reduction:GradientReducer._look_at_placements",
-        "every step",
-        "negligible time on the CPU; 8 bytes for each parameter until it is known of all",
         _dtensors_with_copies,
+        "samestep.placements.whole.reduction:GradientReducer._look_at_placements",
+        "in every step",
+        "negligible time on the CPU; 8 bytes for each parameter until it is known of all",
     ),
     Assumption(
         "one order of launches",
         "An optimizer that has not met another in one backward in its first step does not later: "
         "on ranks that lack a gradient their reductions would meet in another order.",
-        "samestep.placements.whole.launch_order:LaunchOrder.rival",
-        "every step",
-        "negligible time on the CPU",
         _overlapped,
+        "samestep.placements.whole.launch_order:LaunchOrder.rival",
+        "in every step",
     ),
     Assumption(
         "gradients left alone",
         "Nobody changes a gradient after it was reduced inside backward.",
-        "samestep.placements.whole.reduction:GradientReducer._changed_gradient",
-        "every step",
-        "negligible time on the CPU",
         _overlapped,
+        "samestep.placements.whole.reduction:GradientReducer._changed_gradient",
+        "in every step",
     ),
     Assumption(
         "keys of groups",
         "Every key of a group is read by its rule, or is somebody else's and changes nothing.",
+        _groups,
         "samestep.groups.group_keys:refuse_lost_keys",
-        "construction",
+        "at construction",
         "negligible time on the CPU; keys from libraries that samestep does not know are kept "
         "silently",
-        _groups,
     ),
     Assumption(
         "process group first",
         "Ranks that were started together have a process group when the optimizer is built.",
+        _alone,
         "samestep.groups.mistakes:warn_of_missing_group",
-        "construction",
+        "at construction",
         "negligible time on the CPU; known from RANK and WORLD_SIZE in the environment, so "
         "ranks started otherwise are not seen",
-        _alone,
     ),
     Assumption(
         "no process group later",
         "No process group of several ranks is made after the optimizer.",
-        "samestep.groups.mistakes:has_process_group",
-        "every step",
-        "negligible time on the CPU",
         _alone,
+        "samestep.groups.mistakes:has_process_group",
+        "in every step",
     ),
     Assumption(
         "whole parameters",
         "A plain parameter is all of that parameter, not a flattened shard of FSDP1.",
-        "samestep.groups.mistakes:refuse_flat_parameters",
-        "construction",
-        "negligible time on the CPU",
         _all_params,
+        "samestep.groups.mistakes:refuse_flat_parameters",
+        "at construction",
     ),
     Assumption(
         "updates that count",
         "Parameters have enough bits for their updates, have a 32-bit copy, or lose them on "
         "purpose.",
-        "samestep.groups.mistakes:warn_of_lost_updates",
-        "construction",
-        "negligible time on the CPU; a model that is turned to 16 bits later is not seen",
         _narrow,
+        "samestep.groups.mistakes:warn_of_lost_updates",
+        "at construction",
+        "negligible time on the CPU; a model that is turned to 16 bits later is not seen",
     ),
     Assumption(
         "the model's parameters",
         "What the model trains is what the optimizer has; none came, was unfrozen or replaced.",
+        _all_params,
         "samestep.groups.mistakes:TrainingWatch.look_at_model",
-        "first step",
+        "in the first step",
         "negligible time on the CPU, again before steps 2, 4, 8, ...; not seen if the "
         "optimizer was given parameters in place of a model",
-        _all_params,
     ),
     Assumption(
         "gradients come",
         "Steps come after backward, and gradients are not cleared in between.",
+        _all_params,
         "samestep.groups.mistakes:TrainingWatch.look_at_gradients",
-        "first step",
+        "in the first step",
         "negligible time on the CPU, until a gradient was seen; warns after three steps "
         "without gradients",
-        _all_params,
     ),
     Assumption(
         "averaged once",
         "Nobody else averages gradients that are averaged here.",
+        _local,
         "samestep.groups.mistakes:warn_of_ddp",
-        "first step",
+        "in the first step",
         "negligible time on the CPU; a DistributedDataParallel that is made after the first "
         "step, and gradients averaged by hand, are not seen",
-        _local,
     ),
     Assumption(
         "unedited before averaging",
         "Nobody clips or edits gradients by what one rank sees before they are averaged.",
+        _edited,
         "samestep.groups.mistakes:GradientEdits.look",
-        "first step",
+        "in the first step",
         "a hook on each parameter that is taken away after two steps; warns only if all gradients "
         "were edited in place, and later edits are not seen",
-        _edited,
     ),
     Assumption(
         "room for sums",
         "Sums of gradients fit into the dtype in which a backend adds them up; those of float16 "
         "are divided first.",
-        "samestep.plan.transfers:divides_first",
-        "every step",
-        "one more pass over float16 gradients, nothing for others",
         _narrow_sums,
+        "samestep.plan.transfers:divides_first",
+        "in every step",
+        "one more pass over float16 gradients, nothing for others",
     ),
     Assumption(
         "finite gradients",
         "Averaged gradients are finite.",
-        "samestep.update.metrics:square_sum",
-        "every step",
-        "one reading of every gradient, 8 bytes travel",
         _finite,
+        "samestep.update.metrics:square_sum",
+        "in every step",
+        "one reading of every gradient, 8 bytes travel",
     ),
     Assumption(
         "equal ever after",
         "Ranks change parameters, options (such as learning rates) and state in step() alone, or "
         "all of them in the same way.",
-        "samestep.stress.check:check",
-        "stress.check",
-        "a checksum of every parameter and one all-reduce of a few bytes",
         _other_ranks,
+        "samestep.stress.check:check",
+        "where you call samestep.stress.check",
+        "a checksum of every parameter and one all-reduce of a few bytes",
     ),
     Assumption(
         "copies beside a mesh",
         "Ranks that hold copies of a DTensor outside of its mesh see the same data, as along a "
         "tensor parallel axis, and so have the same gradients: nobody averages them.",
-        "samestep.stress.outside_copies:OutsideCopies.drifts",
-        "stress.check",
-        "a checksum of what is held, and 128 bytes from every rank",
         _outside_of_meshes,
+        "samestep.stress.outside_copies:OutsideCopies.drifts",
+        "where you call samestep.stress.check",
+        "a checksum of what is held, and 128 bytes from every rank",
     ),
     # What nobody checks.
     Assumption(
         "reduced gradients",
         "Gradients of plain parameters come averaged, the same on every rank.",
-        None,
-        "never",
-        "samestep.stress.check finds the copies that drift apart if they do not",
         _reduced_gradients,
+        cost="samestep.stress.check finds the copies that drift apart if they do not",
     ),
     Assumption(
         "equal weight of ranks",
         "The loss of every rank is a mean over as many samples or tokens as on other ranks, since "
         "the mean of gradients is taken over ranks.",
-        None,
-        "never",
-        "gradients do not tell",
         _equal_weight,
+        cost="gradients do not tell",
     ),
     Assumption(
         "nothing in between",
         "Between backward and step() nobody else launches collectives on the same process group: a "
         "rank that lacks a gradient launches its reductions in step() alone, and so does the first "
         "step beside another optimizer. A second optimizer without overlap steps after this one.",
-        None,
-        "never",
-        "a collective that fails names the rank and the collective it was in",
         _overlapped,
+        cost="a collective that fails names the rank and the collective it was in",
     ),
     Assumption(
         "reads after arrival",
         "Whoever reads parameters outside of a module's forward calls wait_for_parameters() first.",
-        None,
-        "never",
-        "poison_early_reads=True shows reads that come too early",
         _on_their_way,
+        cost="poison_early_reads=True shows reads that come too early",
     ),
     Assumption(
         "edits that are told",
         "Whoever edits parameters outside of step() calls refresh_master_weights() afterwards, or "
         "uses set_full_parameter and scale_parameters: what a remainder belongs to is gone.",
-        None,
-        "never",
-        "a weight and a remainder do not tell that they do not belong together",
         _remainders,
+        cost="a weight and a remainder do not tell that they do not belong together",
     ),
     Assumption(
         "projections in one weight",
         "Where tensor parallel cuts the rows of a weight that holds several projections "
         "(split_sizes), the model's forward knows which rows it has: the update is right in any "
         "case, a forward that splits its part into three is not.",
-        None,
-        "never",
-        "samestep.parallel refuses such a plan; a model that was cut by others is not looked into",
         _fused_and_cut,
+        cost="samestep.parallel refuses such a plan; a model that was cut by others is not looked "
+        "into",
     ),
     Assumption(
         "finite gradients, unchecked",
         "Averaged gradients are finite.",
-        None,
-        "never",
-        "it would cost one reading of every gradient",
         _finite_unasked,
+        cost="it would cost one reading of every gradient",
     ),
 )

@@ -288,27 +288,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         With who averages what, which check holds each assumption and when it runs, what nobody
         checks, and how state is kept where that was chosen. Not collective.
         """
-        return assumptions.explain(self._facts())
-
-    def _facts(self) -> assumptions.Facts:
         holds = self.holdings
-        return assumptions.Facts(
-            type(self).__name__,
-            holds.ranks,
-            holds.outer,
-            holds.stages,
-            holds.distribution,
-            holds.shared,
-            holds.sharded,
-            tuple(self.param_groups),
-            self._steps.max_grad_norm,
-            state_lines(
-                self.param_groups,
-                holds.blocks,
-                master_weights=holds.masters,
-                offload=holds.distribution.offload,
-            ),
+        kept = state_lines(
+            self.param_groups,
+            holds.blocks,
+            master_weights=holds.masters,
+            offload=holds.distribution.offload,
         )
+        kind, limit = type(self).__name__, self._steps.max_grad_norm
+        facts = assumptions.Facts(kind, holds, self.param_groups, limit, kept)
+        return assumptions.explain(facts)
 
     # --- the step ----------------------------------------------------------------------------
 

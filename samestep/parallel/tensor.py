@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from samestep.mesh import Mesh
 from samestep.parallel.fused import cut_fused
 from samestep.parallel.plan import Plan, PlanError
+from samestep.tooling.warn import some
 
 SEQUENCE = Shard(1)  # of (B, T, C)
 
@@ -142,9 +143,8 @@ def check_all_named(model: nn.Module) -> None:
     left = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     if left:
         raise PlanError(
-            f"the plan says nothing about {', '.join(left[:6])}"
-            f"{f' and {len(left) - 6} more' if len(left) > 6 else ''}: name their modules in "
-            "column, fused, row, on_stream, on_heads, embedding, head or experts"
+            f"the plan says nothing about {some(left, 6)}: name their modules in column, fused, "
+            "row, on_stream, on_heads, embedding, head or experts"
         )
 
 

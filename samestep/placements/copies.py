@@ -25,6 +25,7 @@ from torch import Tensor
 from samestep.comm.groups import RankGroup, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
 from samestep.placements.registry import mesh_of
+from samestep.tooling.warn import some
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +74,7 @@ def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, C
             continue
         if not everyone <= set(ranks.members):
             raise ValueError(
-                f"{_some([name for name, _ in by_mesh[mesh]])} lie on meshes of "
+                f"{some([repr(name) for name, _ in by_mesh[mesh]], 4)} lie on meshes of "
                 f"{ranks_text(sorted(everyone))}, and process_group has "
                 f"{ranks_text(ranks.members)} alone: give process_group= all ranks that train "
                 "this model, those with other parts of it too, or leave it out"
@@ -97,12 +98,7 @@ def _signature(mesh: Any, pairs: Sequence[Named]) -> str:
 def unmanaged(named: Iterable[Named]) -> list[Named]:
     """The DTensors that FSDP2 does not manage."""
     dtensors = [(name, param) for name, param in named if mesh_of(param) is not None]
-    if not dtensors:
-        return []
-    from samestep.placements.parts.fsdp_units import managed_beside  # DTensors take long to import
-
-    managed = set(map(id, managed_beside(param for _, param in dtensors)))
-    return [(name, param) for name, param in dtensors if id(param) not in managed]
+    return _kinds(dtensors)[1].params if dtensors else []
 
 
 class _Kind(NamedTuple):
@@ -174,9 +170,9 @@ def _refuse(kinds: Sequence[_Kind], ranks: RankGroup) -> None:
         own = [row[number * size : (number + 1) * size] for row in rows]
         apart = _apart(own, ranks)
         if apart:
-            names = [name for name, _ in kind.params]
+            names = [repr(name) for name, _ in kind.params]
             holders = sorted(rank for replica in apart for rank in replica)
-            told = gather_texts(NAME, _some(names), ranks, device)
+            told = gather_texts(NAME, some(names, 4), ranks, device)
             raise ValueError(_message(apart, told[ranks.members.index(holders[0])], number == 0))
 
 
@@ -208,11 +204,6 @@ def _apart(rows: Sequence[bytes], ranks: RankGroup) -> list[tuple[int, ...]]:
 
 def _bytes_of(ranks: RankGroup) -> int:
     return -(-ranks.size // 8)
-
-
-def _some(names: Sequence[str], shown: int = 4) -> str:
-    quoted = ", ".join(map(repr, names[:shown]))
-    return f"{quoted} and {len(names) - shown} more" if len(names) > shown else quoted
 
 
 def _message(apart: Sequence[Sequence[int]], names: str, by_fsdp: bool) -> str:

@@ -13,7 +13,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
 from samestep.placements.whole.buffers import overlapping
-from samestep.tooling.warn import warn_user
+from samestep.tooling.warn import some, warn_user
 
 
 def agree_on_plan(
@@ -66,16 +66,13 @@ def mend_replicas(
     different = differing(checksums(values), group)
     if not different:
         return
-    some = ", ".join(names[index] for index in different[:6])
-    more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+    which = some([names[index] for index in different], 6)
     if strict:
         raise ValueError(
-            f"replicas differ between ranks: {some}{more}. Seed every rank alike or load the same "
+            f"replicas differ between ranks: {which}. Seed every rank alike or load the same "
             "checkpoint before building the optimizer"
         )
-    warn_user(
-        f"replicas differ between ranks and were set to rank {group.members[0]}'s: {some}{more}"
-    )
+    warn_user(f"replicas differ between ranks and were set to rank {group.members[0]}'s: {which}")
     with torch.no_grad():
         for index in different:
             from_first("broadcast of replicas", values[index], group).wait()

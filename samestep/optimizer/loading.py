@@ -22,9 +22,9 @@ from samestep.rules.state import (
     MASTERS,
     State,
     StoredTensors,
-    initial_state,
     needs_master,
     stored_tensors,
+    whole_shapes,
 )
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX
 
@@ -94,16 +94,16 @@ def load_state(
 
 
 def shapes_of_whole_state(
-    groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
+    groups: Iterable[Group],
+    blocks: Mapping[Tensor, list[Block] | None],
+    stored: Mapping[Tensor, StoredTensors],
 ) -> dict[Tensor, dict[str, Shape]]:
     """What one process keeps of each parameter."""
-    found = {}
-    for group in groups:
-        for param in group["params"]:
-            like = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            state = initial_state(rule_of(group), like, blocks[param], group, master_weights)
-            found[param] = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    return found
+    return {
+        p: whole_shapes(rule_of(group), tuple(p.shape), blocks[p], group, stored[p])
+        for group in groups
+        for p in group["params"]
+    }
 
 
 def filled_by(whole: Mapping[str, Tensor], state: State) -> set[str]:

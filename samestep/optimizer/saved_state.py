@@ -40,17 +40,6 @@ class Given(NamedTuple):
     part: dict[str, Any] | None = None
 
 
-class Consolidated(NamedTuple):
-    """State that was gathered; good until the next change of it.
-
-    to: the rank that has it; None: every rank has it.
-    state: all of it in the host's memory, or nothing on other ranks.
-    """
-
-    to: int | None
-    state: dict[Tensor, State] | None
-
-
 class SavedState:
     """What the state dicts of one optimizer have; groups and state are handed in.
 
@@ -59,7 +48,7 @@ class SavedState:
 
     def __init__(self, holdings: Holdings, *, as_built: bool = True) -> None:
         self._holds = holdings
-        self._consolidated: Consolidated | None = None
+        self._consolidated: Given | None = None  # good until the next change of the state
         self._as_built = as_built
 
     def changes(self) -> None:
@@ -80,10 +69,7 @@ class SavedState:
                 whole |= shared.kept_state(state)
             return Given(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
-            to, gathered = self._consolidated
-            if gathered is not None:
-                return Given(defaultdict(dict, gathered))
-            return Given(defaultdict(dict), {**part, GATHERED_ON: to})
+            return self._consolidated
         if holds.sharded:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
@@ -106,8 +92,9 @@ class SavedState:
             raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
         if not self._holds.are_alike():
             raise _refuse_part(part, self._holds.distribution.kept_by(), alike=False)
-        state = _gathered(values(), keep=to is None or to == ranks.rank)
-        self._consolidated = Consolidated(to, state)
+        keep = to is None or to == ranks.rank
+        gathered = defaultdict(dict, _gathered(values(), keep=keep))
+        self._consolidated = Given(gathered, None if keep else {**part, GATHERED_ON: to})
 
     def needs_no_plans(self, state_dict: StateDict) -> bool:
         """Whether plans may be put off further: it was saved before a first step."""
@@ -130,15 +117,15 @@ class SavedState:
         if isinstance(state_dict, Mapping) and PART not in state_dict:
             stored = stored_of(groups, holds.blocks, holds.masters)
             if holds.placed:
-                shapes = shapes_of_whole_state(groups, holds.blocks, holds.masters)
+                shapes = shapes_of_whole_state(groups, holds.blocks, stored)
         self.changes()
         load_state(optimizer, torch_load, state_dict, shapes, holds.put_whole, stored)
         for placement in holds.placed:
             placement.mend_replicas()
 
 
-def _gathered(values: FullValues, *, keep: bool) -> dict[Tensor, State] | None:
-    """The whole state of all parameters, copied to the host; None unless this rank keeps it.
+def _gathered(values: FullValues, *, keep: bool) -> dict[Tensor, State]:
+    """The whole state of all parameters, copied to the host; nothing unless this rank keeps it.
 
     Collective. On a device there is never more of it than that of `AT_ONCE` elements, or of one
     parameter.
@@ -147,7 +134,7 @@ def _gathered(values: FullValues, *, keep: bool) -> dict[Tensor, State] | None:
     for param, state in values.states_in_turn(AT_ONCE):
         if keep:
             whole[param] = {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
-    return {param: whole[param] for param in values.by_name().values()} if keep else None
+    return {param: whole[param] for param in values.by_name().values() if keep}
 
 
 def _as_built(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -28,22 +28,13 @@ from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.plan.schedule import (
     Agree,
-    Apply,
-    Average,
     Clip,
-    Collect,
-    Fetch,
-    Gather,
-    GiveBack,
     Measure,
     OfBucket,
+    OfChunk,
     OfWindow,
     Operation,
-    Place,
-    Reduce,
-    Return,
     Schedule,
-    Transform,
     Update,
     line_of,
     staging_bytes,
@@ -191,19 +182,12 @@ class StepRunner:
         execute(
             schedule,
             {
-                Fetch: self._of_window,
-                Return: self._of_window,
+                **dict.fromkeys(get_args(OfWindow), self._of_window),
+                **dict.fromkeys(get_args(OfBucket), self._of_bucket),
+                **dict.fromkeys(get_args(OfChunk), self._of_chunk),
                 Agree: self._agree,
-                Reduce: self._of_bucket,
-                Average: self._of_bucket,
                 Clip: self._clip,
                 Update: self._update,
-                Gather: self._of_bucket,
-                Place: self._of_bucket,
-                Collect: self._of_chunk,
-                Transform: self._of_chunk,
-                GiveBack: self._of_chunk,
-                Apply: self._of_chunk,
                 Measure: self._measure,
             },
         )
@@ -444,7 +428,7 @@ class StepRunner:
         placement = self._placements[operation.bucket.placement]
         placement.run(operation, self._maths(placement))
 
-    def _of_chunk(self, operation: OfBucket) -> None:
+    def _of_chunk(self, operation: OfChunk) -> None:
         """Blocks do not travel for a step that is skipped."""
         if not self._verdict.skip:
             self._of_bucket(operation)

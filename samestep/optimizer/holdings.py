@@ -22,7 +22,7 @@ from samestep.groups.param_groups import Group, blocks_of_group, parameter_names
 from samestep.groups.step_options import StepOptions
 from samestep.layout.blocks import Block
 from samestep.optimizer.full_values import FullValues
-from samestep.placements.local import LocalGroups
+from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
 from samestep.placements.registry import local_of
@@ -110,7 +110,7 @@ class Holdings:
         """Forget what is derived from the groups: it is never saved or copied."""
         self.blocks: dict[Tensor, list[Block] | None] = {}
         self.checks = GroupChecks()
-        self.local = LocalGroups(self.blocks, self.masters, self.distribution)
+        self.local = LocalParameters(self.blocks, self.masters, self.distribution)
 
     # --- plans and state ---------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Holdings:
         """Everything a step is about."""
         placements = list(self.placed)
         if not self.shared and (self.ranks is None or not placements):
-            placements.append(self.local.placement())
+            placements.append(self.local)
         return placements
 
     @property

@@ -38,6 +38,7 @@ from samestep.optimizer.holdings import Holdings
 from samestep.optimizer.loading import PART, StateDict
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
+from samestep.placements.local import plain
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
@@ -169,7 +170,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             holds.unplan(index, group["params"])
             raise
         if holds.ranks is None and not holds.is_deferred:
-            holds.local.make_state(group, self.state)
+            holds.local.keep_state(plain(group), group, self.state)
 
     @property
     def _rank_count(self) -> int:

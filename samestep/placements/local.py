@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
-from samestep.placements.windows import Part, Unit, Windows, home_of
-from samestep.plan.schedule import PlacementShape, WindowId
+from samestep.placements.windows import Part, Unit, home_of
+from samestep.plan.schedule import PlacementShape, Stage, WindowId
 from samestep.rules.state import (
     MASTER,
     MASTERS,
@@ -37,21 +38,43 @@ if TYPE_CHECKING:
 
 
 class LocalParameters(Placement):
-    """The placement without other ranks: one bucket, nothing to send."""
+    """The placement without other ranks: one bucket, nothing to send.
+
+    known: the groups, with the state that is theirs, as the last step found them.
+    """
 
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
     def __init__(
         self,
-        known: Sequence["KnownGroup"],
-        lying: "Mapping[Tensor, Lying] | None" = None,
-        windows: Windows | None = None,
+        blocks: Mapping[Tensor, list[Block] | None],
+        master_weights: bool,
+        distribution: Distribution,
     ) -> None:
-        self.known = known
-        self._lying = lying or {}  # on XLA: where parameters and their state have to stay
-        self.windows = windows
-        if windows is not None:
-            self.shape = self.shape._replace(windows=windows.sizes(1))
+        self._blocks = blocks
+        self._master_weights = master_weights
+        self._distribution = distribution
+        self.known: list[KnownGroup] = []
+        self._lying: dict[Tensor, Lying] = {}  # on XLA: where parameters and state have to stay
+
+    # --- the step --------------------------------------------------------------------------
+
+    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+        super().begin_step(state, problem)
+        if self._distribution.offload is not None:
+            states = (own for group in self.known for own in group.states)
+            self._keep_windows(states, self._units)
+
+    def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
+        """State block by block, or of all of a parameter."""
+        units = [unit for known in self.known for unit in known.units()]
+        devices = sorted({str(unit.about.param.device) for unit in units})
+        if len(devices) > 1:
+            raise ValueError(
+                f"offload={self._distribution.offload!r} brings state to one device, and "
+                f"parameters are on {' and '.join(devices)}: build an optimizer for each"
+            )
+        return {("update", 0): units}
 
     def finish_step(self) -> None:
         """What was written lies where it did."""
@@ -120,34 +143,19 @@ class LocalParameters(Placement):
             param: {key: tensor.clone() for key, tensor in state[param].items()} for param in wanted
         }
 
-
-class LocalGroups:
-    """The groups of one process, with the state that is theirs, as the last step found them."""
-
-    def __init__(
-        self,
-        blocks: Mapping[Tensor, list[Block] | None],
-        master_weights: bool,
-        distribution: Distribution,
-    ) -> None:
-        self._blocks = blocks
-        self._master_weights = master_weights
-        self._distribution = distribution
-        self._known: list[KnownGroup] = []
-        self._windows: Windows | None = None
-        self._lying: dict[Tensor, Lying] = {}
+    # --- groups and their state ------------------------------------------------------------
 
     def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
         """See whether anything was replaced, and whether all state is there."""
-        del self._known[len(groups) :]
+        del self.known[len(groups) :]
         for index, group in enumerate(groups):
-            known = self._known[index : index + 1]
+            known = self.known[index : index + 1]
             if not known or not known[0].is_still(group, state):
-                self.make_state(group, state)
+                self.keep_state(plain(group), group, state)
                 self._refuse_other_masters(index, group, state)
                 known_group = KnownGroup(group, index, state, self._blocks)
-                self._known[index : index + 1] = [known_group]
-                self._windows = None
+                self.known[index : index + 1] = [known_group]
+                self.windows = None  # whose parts are views of parameters too
 
     def _refuse_other_masters(
         self, index: int, group: Group, state: Mapping[Tensor, State]
@@ -163,18 +171,14 @@ class LocalGroups:
                     "state, samestep.save before the change and samestep.load after it"
                 )
 
-    def make_state(self, group: Group, state: MutableMapping[Tensor, State]) -> None:
-        """There is state for every plain parameter of a group, where it belongs."""
-        self._keep_beside(plain(group), group, state)
-
     def make_missing_state(
         self, groups: Sequence[Group], state: MutableMapping[Tensor, State]
     ) -> None:
         """There is state for every parameter, also if it was cleared since."""
         for group in groups:
-            self._keep_beside(group["params"], group, state)
+            self.keep_state(group["params"], group, state)
 
-    def _keep_beside(
+    def keep_state(
         self, params: Iterable[Tensor], group: Group, state: MutableMapping[Tensor, State]
     ) -> None:
         """State follows a parameter to its device; cleared state starts afresh."""
@@ -203,19 +207,6 @@ class LocalGroups:
         shares, crossover = distribution.sharding != "none", distribution.crossover
         return lay_out(param, state, shares=shares, crossover=crossover)
 
-    def placement(self) -> LocalParameters:
-        """What a step is about."""
-        if self._distribution.offload and self._windows is None:
-            units = [unit for known in self._known for unit in known.units()]
-            devices = sorted({str(unit.about.param.device) for unit in units})
-            if len(devices) > 1:
-                raise ValueError(
-                    f"offload={self._distribution.offload!r} brings state to one device, and "
-                    f"parameters are on {' and '.join(devices)}: build an optimizer for each"
-                )
-            self._windows = Windows({("update", 0): units})
-        return LocalParameters(list(self._known), self._lying, self._windows)
-
 
 class KnownGroup:
     """A group as a step found it, with views of its blocks and their state.
@@ -234,14 +225,14 @@ class KnownGroup:
         self._all = list(group["params"])
         self._group = group
         self.params = plain(group)
-        self._states = [state[param] for param in self.params]
+        self.states = [state[param] for param in self.params]
         self._all_states = list(state.values())
-        self._tensors = [tensor for entry in self._states for tensor in entry.values()]
+        self._tensors = [tensor for entry in self.states for tensor in entry.values()]
         self._addresses = [param.data_ptr() for param in self.params]
         self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
         names = dict(zip(map(id, self._all), parameter_names(group, index), strict=True))
-        of_params = zip(self.params, self._states, self.blocks, strict=True)
+        of_params = zip(self.params, self.states, self.blocks, strict=True)
         # By parameter: what state belongs to, and that.
         self._held = [
             list(_held(names[id(param)], param, own, blocks, group, index))
@@ -259,7 +250,7 @@ class KnownGroup:
             not self._has_no_addresses
             and _are_the_same(group["params"], self._all)
             and _are_the_same(list(state.values()), self._all_states)  # looking them up is slow
-            and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
+            and _are_the_same([t for entry in self.states for t in entry.values()], self._tensors)
             and [param.data_ptr() for param in self.params] == self._addresses
         )
 

@@ -38,11 +38,13 @@ class PlanMembers(NamedTuple):
 class Placement:
     """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing.
 
+    params: those that are here, where there is a plan for them.
     holds_parts: a rank has parts of parameters that others have the rest of, and their state is
         laid out as they are.
     """
 
     holds_parts = False
+    params: Sequence[Tensor]
     shape: PlacementShape
     device: torch.device
     held_by: RankGroup | None = None  # None: this process alone
@@ -177,7 +179,11 @@ class Placement:
 
     def holds(self, param: Tensor) -> bool:
         """Whether a parameter is here."""
-        raise NotImplementedError
+        return any(param is other for other in self.params)
+
+    def _index(self, param: Tensor) -> int:
+        """Of a parameter that is here, in the plan."""
+        return next(i for i, other in enumerate(self.params) if other is param)
 
     def gather_state(
         self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None

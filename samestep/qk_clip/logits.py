@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from samestep.placements.parts.held_parts import local_part
+from samestep.placements.registry import local_of
 
 AT_ONCE = 1 << 24  # logits that are in memory at the same time
 
@@ -36,7 +36,7 @@ def largest_logits(
     least number of the mask's dtype), a pair does not attend. In fp32 or wider, `at_once` logits
     at a time.
     """
-    query, key = local_part(query.detach()), local_part(key.detach())
+    query, key = local_of(query.detach()), local_of(key.detach())
     (heads, length, size), (kv_heads, places) = query.shape[-3:], key.shape[-3:-1]
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = size**-0.5 if scale is None else scale

@@ -14,7 +14,7 @@ from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
 from samestep.estimate.temporaries import kernel_peak
-from samestep.placements.parts.held_parts import local_part
+from samestep.placements.registry import local_of
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.sharded_training import new_training
 from tests.counting_group import CountingGroup
@@ -30,7 +30,7 @@ def storages(tensors):
     """Bytes of distinct memory, and where it is."""
     found = {}
     for tensor in tensors:
-        storage = local_part(tensor).untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
     return found
 

@@ -33,8 +33,8 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.placements.parts.held_parts import local_part
 from samestep.placements.parts.kernel_stages import KernelStages
+from samestep.placements.registry import local_of
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
 from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random
@@ -298,7 +298,7 @@ def trained(place=lambda name, whole: whole, absent=None, dtype=torch.float32, *
                 opt.state[param]["momentum_buffer"] = opt.state[param]["momentum_buffer"].clone()
         opt.step()
     with torch.no_grad():  # or it would be a view
-        last = weakref.ref(local_part(params[ANY].grad))
+        last = weakref.ref(local_of(params[ANY].grad))
     for param in params.values():
         param.grad = None
     assert last() is None  # nobody keeps gradients

@@ -13,6 +13,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import Held
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box
+from samestep.placements.registry import local_of
 from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin
@@ -33,7 +34,7 @@ class HeldPart(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor that is placed as the parameter is."""
-        return local_part(tensor)[self.here]
+        return local_of(tensor)[self.here]
 
 
 class BlockState(NamedTuple):
@@ -51,7 +52,7 @@ class HeldParts:
 
     share: of sums over all ranks that the optimizer has, since other meshes hold copies.
     groups: there from when state is made.
-    present: of the step.
+    present: whether each parameter has a gradient on any rank, in this step.
     """
 
     groups: Sequence[Group]
@@ -114,10 +115,6 @@ class HeldParts:
                     found.append(HeldPart(route, here, part.in_block.slices))
         return found
 
-    def presence_of(self, index: int) -> bool | Tensor:
-        """Whether a parameter has a gradient on any rank, in this step."""
-        return self.present[index]
-
     def answers_for(self, index: int) -> bool:
         """Whether this rank's copy is the one that counts in sums over ranks."""
         return self.boxes[index].replicas[self.group.rank] == 0
@@ -147,7 +144,7 @@ class HeldParts:
         index = part.route.param
         stored = self.specs[index].stored
         return {
-            key: local_part(tensor)[divided(part.here, stored[key].per or 1)]
+            key: local_of(tensor)[divided(part.here, stored[key].per or 1)]
             for key, tensor in self.state_of(index).items()
             if not self.is_of_whole(index, key)
         }
@@ -246,8 +243,3 @@ def placed_beside(param: DTensor, local: Tensor, per: int = 1) -> DTensor:
     make: Any = DTensor
     found: DTensor = make(local, spec, requires_grad=False)
     return found
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

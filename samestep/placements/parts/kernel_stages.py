@@ -35,7 +35,7 @@ class StepTables:
         self._maths: dict[int, tuple[GroupMath, Step]] = {}
         self._can: dict[int, bool] = {}
         aligned = not reduce(operator.or_, [grad.data_ptr() for grad in self._grads], 0) % 16
-        flags = [held.presence_of(index) for index in params]
+        flags = [held.present[index] for index in params]
         table = Table([self._grads]).addresses[0]
         self.grads = GradientTable(table, aligned, self._writes(flags))
 

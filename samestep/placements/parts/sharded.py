@@ -25,14 +25,9 @@ from samestep.layout.boxes import HeldBox, HeldState, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
-from samestep.placements.parts.held_parts import (
-    HeldParts,
-    local_part,
-    placed_beside,
-    refuse_cut_scales,
-)
+from samestep.placements.parts.held_parts import HeldParts, placed_beside, refuse_cut_scales
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import mesh_of
+from samestep.placements.registry import local_of, mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.placements.windows import Home, Part, Unit, home_of
@@ -54,6 +49,7 @@ class ShardedParameters(Placement):
     """
 
     holds_parts = True
+    params: list[DTensor]
 
     def __init__(
         self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
@@ -161,9 +157,6 @@ class ShardedParameters(Placement):
             for i in wanted
         }
 
-    def holds(self, param: Tensor) -> bool:
-        return any(param is other for other in self.params)
-
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """The local part of what is sharded as the parameter is; all else is on every rank."""
         for index, param in enumerate(self.params):
@@ -182,7 +175,7 @@ class ShardedParameters(Placement):
         self._put_part(index, state[param][key], whole[key], self._per(index, key))
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        local_part(into).copy_(local_part(param))
+        local_of(into).copy_(local_of(param))
 
     def _per(self, index: int, key: str) -> int:
         """Of how many elements of a parameter, along its last dim, state has one."""
@@ -199,8 +192,8 @@ class ShardedParameters(Placement):
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Of what this rank holds, whatever is cut; nothing travels."""
         box = self._held[self._index(param)].boxes[self.group.rank]
-        own = {key: local_part(tensor) for key, tensor in state[param].items()}
-        scale(local_part(param), own, factor[box.slices])
+        own = {key: local_of(tensor) for key, tensor in state[param].items()}
+        scale(local_of(param), own, factor[box.slices])
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""
@@ -221,14 +214,11 @@ class ShardedParameters(Placement):
         part = whole[self._held[index].boxes[self.group.rank].slices]
         param.grad = placed_beside(self.params[index], part.to(param.dtype).clone())
 
-    def _index(self, param: Tensor) -> int:
-        return next(i for i, other in enumerate(self.params) if other is param)
-
     def _put_part(self, index: int, tensor: Tensor, whole: Tensor, per: int = 1) -> None:
         """Write this rank's part into a tensor that is sharded as a parameter is."""
         if isinstance(tensor, DTensor):
             whole = whole[self._held[index].boxes[self.group.rank].divided(per).slices]
-        local_part(tensor).copy_(whole)
+        local_of(tensor).copy_(whole)
 
     def _whole(self, index: int, tensor: Tensor, per: int = 1) -> Tensor:
         """All of a tensor that is sharded as a parameter is; collective."""
@@ -258,7 +248,7 @@ class ShardedParameters(Placement):
         return found
 
     def _local_state(self, param: Tensor) -> State:
-        return {key: local_part(tensor) for key, tensor in self._state[param].items()}
+        return {key: local_of(tensor) for key, tensor in self._state[param].items()}
 
     def may_be_present(self, about: Any) -> bool:
         """Blocks that come together do so with those that are absent."""
@@ -387,7 +377,7 @@ class DTensorParts(HeldParts):
     def gradient_of(self, index: int) -> Tensor:
         param = self.params[index]
         grad = self.sums.get(param) if param.grad is None else param.grad
-        return torch.zeros_like(self.value_of(index)) if grad is None else local_part(grad)
+        return torch.zeros_like(self.value_of(index)) if grad is None else local_of(grad)
 
     def state_of(self, index: int) -> State:
         return self.state[self.params[index]]

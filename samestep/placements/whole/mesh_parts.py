@@ -8,7 +8,7 @@ some blocks; its mesh brings these together, and spreads them over owners.
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.held_parts import HeldParts, placed_beside, refuse_cut_scales
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
-from samestep.placements.whole.piece_state import is_local
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
@@ -101,12 +100,12 @@ class MeshParts:
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), *of_param)
             for spec, of_param in zip(self._wholes, self._held, strict=True)
         ]
-        items = []
-        for item in answered_blocks(plan, held, copies.rank):
-            index = item.piece.param
-            mine = item.has_parts_in(self.boxes[index], held[index].shape)
-            items.append(_Item(item, mine, Held(item.held.boxes, item.held.replicas)))
-        self.blocks = AnsweredBlocks(items, self.group, device)
+        items = answered_blocks(plan, held, copies.rank)
+        mine = [
+            item.has_parts_in(self.boxes[item.piece.param], held[item.piece.param].shape)
+            for item in items
+        ]
+        self.blocks = AnsweredBlocks(items, mine, self.group, device)
         self.exchange = BlockExchange(self.blocks, distribution)
 
     def prepare(self, groups: Sequence[Group]) -> None:
@@ -194,41 +193,23 @@ class MeshParts:
         """A DTensor with other values, placed as a parameter is."""
         return placed_beside(self._params[index], local, per)
 
-    def is_local(self, index: int, key: str) -> bool:
-        """Whether state is placed as its parameter is."""
-        return is_local(key, self.specs[index])
-
-    def per(self, index: int, key: str) -> int:
-        """Of how many elements of the parameter such state has one."""
-        return self.specs[index].stored[key].per or 1
-
-
-class _Item(NamedTuple):
-    """A block that this rank among the copies answers for.
-
-    mine: whether the piece has parts of it; held: who of the mesh holds what of it.
-    """
-
-    block: AnsweredBlock
-    mine: bool
-    held: Held
-
-    @property
-    def piece(self) -> Piece:
-        return self.block.piece
-
-    @property
-    def spec(self) -> ParamSpec:
-        return self.block.spec
-
 
 class AnsweredBlocks(HeldParts):
-    """The blocks of a mesh for which its ranks answer among the copies, each by itself."""
+    """The blocks of a mesh for which its ranks answer among the copies, each by itself.
 
-    def __init__(self, items: Sequence[_Item], group: RankGroup, device: torch.device) -> None:
-        specs, boxes = [item.spec for item in items], [item.held for item in items]
-        super().__init__(specs, boxes, group, 1.0, device)
-        self.items = items
+    mine: of each whether the piece has parts of it.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[AnsweredBlock],
+        mine: Sequence[bool],
+        group: RankGroup,
+        device: torch.device,
+    ) -> None:
+        boxes = [Held(item.held.boxes, item.held.replicas) for item in items]
+        super().__init__([item.spec for item in items], boxes, group, 1.0, device)
+        self.items, self._mine = items, mine
         self._nothing = torch.empty(0, 0, device=device)
         self._grads: dict[Piece, Tensor] = {}
         self._values: list[Tensor] = []
@@ -239,32 +220,31 @@ class AnsweredBlocks(HeldParts):
         item = self.items[index]
         if not self._values:  # before the first step, where only shape and dtype matter
             shape = (0, 0)
-            if item.mine:
+            if self._mine[index]:
                 shape = item.held.boxes[self.group.rank].sizes  # type: ignore[assignment]
             dtype = getattr(torch, item.spec.dtype.removeprefix("torch."))
             return torch.empty(shape, dtype=dtype, device="meta")
         return self._values[index]
 
     def gradient_of(self, index: int) -> Tensor:
-        item, value = self.items[index], self.value_of(index)
-        if not item.mine:
+        value = self.value_of(index)
+        if not self._mine[index]:
             return torch.zeros_like(value)
-        return self._grads[item.piece].view(value.shape)
+        return self._grads[self.items[index].piece].view(value.shape)
 
     def state_of(self, index: int) -> State:
         return self._states[index]
 
     def elements_of(self, index: int) -> Whereabouts | None:
         item = self.items[index]
-        of, block = item.block.of, item.block.block
-        where = whereabouts(of.name, of.shape, of.stored)
+        where = whereabouts(item.of.name, item.of.shape, item.of.stored)
         if where is None:
             return None
-        elements = block.view(where.elements).view(block.shape)
+        elements = item.block.view(where.elements).view(item.block.shape)
         return where.at(elements[item.held.boxes[self.group.rank].slices])
 
     def answers_for(self, index: int) -> bool:
-        return self.items[index].block.counted and super().answers_for(index)
+        return self.items[index].counted and super().answers_for(index)
 
     def kept_of_whole(self, route: Any) -> State:
         state = self.state_of(route.param)
@@ -276,20 +256,20 @@ class AnsweredBlocks(HeldParts):
         fresh = not self._made_of
         for number, item in enumerate(self.items):
             value, state = views[item.piece]
-            self._values.append(value if item.mine else value.new_empty(0, 0))
+            self._values.append(value if self._mine[number] else value.new_empty(0, 0))
             if fresh or self._made_of[number] is not state:
-                own = self._item_state(number, item, state)
+                own = self._item_state(number, state)
                 if fresh:
                     self._states.append(own)
                     self._made_of.append(state)
                 else:
                     self._states[number], self._made_of[number] = own, state
 
-    def _item_state(self, number: int, item: _Item, state: State) -> State:
+    def _item_state(self, number: int, state: State) -> State:
         return {
-            key: tensor[item.block.stack]
+            key: tensor[self.items[number].stack]
             if self.is_of_whole(number, key)
-            else (tensor if item.mine else tensor.new_empty(0, 0))
+            else (tensor if self._mine[number] else tensor.new_empty(0, 0))
             for key, tensor in state.items()
         }
 
@@ -305,7 +285,7 @@ class AnsweredBlocks(HeldParts):
         return [
             self._grads[item.piece]
             for index, item in enumerate(self.items)
-            if item.mine and self.present[index] is not False and self.answers_for(index)
+            if self._mine[index] and self.present[index] is not False and self.answers_for(index)
         ]
 
     def drop(self) -> None:

@@ -222,13 +222,12 @@ class PieceState:
         self, state: dict[Tensor, State], put: Callable[[int, Tensor, int], Tensor]
     ) -> dict[Tensor, State]:
         """State with what `put` makes of local ones."""
-        assert self._mesh is not None
         found = {}
-        for index, param in enumerate(self._params):
+        for index, (param, spec) in enumerate(zip(self._params, self._plan.params, strict=True)):
             if param in state:
                 found[param] = {
-                    key: put(index, tensor, self._mesh.per(index, key))
-                    if self._mesh.is_local(index, key)
+                    key: put(index, tensor, spec.stored[key].per or 1)
+                    if is_local(key, spec)
                     else tensor
                     for key, tensor in state[param].items()
                 }
@@ -354,8 +353,10 @@ class PieceState:
         self, state: Mapping[Tensor, State], index: int, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """Take this rank's pieces of a parameter's state out of the whole."""
-        if self._mesh is not None and self._mesh.is_local(index, key):
-            whole = {**whole, key: self._mesh.part(index, whole[key], self._mesh.per(index, key))}
+        spec = self._plan.params[index]
+        if self._mesh is not None and is_local(key, spec):
+            part = self._mesh.part(index, whole[key], spec.stored[key].per or 1)
+            whole = {**whole, key: part}
         self.put_local(state, index, key, whole)
 
     def put_local(

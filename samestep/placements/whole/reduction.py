@@ -155,7 +155,7 @@ class GradientReducer:
                 "no_sync(), or call synchronize() after each"
             )
         awaited = self._await()
-        for number in range(self._first_bucket[index], self._last_bucket[index] + 1):
+        for number in self._buckets_of(index):
             awaited[number].discard(index)
         self._order.launch_complete()
 
@@ -362,7 +362,7 @@ class GradientReducer:
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None
-            sizes = self._sizes_of_sums(number)
+            sizes = self._transfers[number].reduce.sizes  # None: every rank has all sums
             if sizes is not None:
                 parts = gather_segments(f"sums of bucket {number}", kept, sizes, self._group)
                 kept = torch.cat(parts.wait())
@@ -381,7 +381,7 @@ class GradientReducer:
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None
-            sizes = self._sizes_of_sums(number)
+            sizes = self._transfers[number].reduce.sizes  # None: every rank has all sums
             first = 0 if sizes is None else sum(sizes[: self._group.rank])
             for piece, place in bucket.places():
                 if piece.param == index:
@@ -390,10 +390,6 @@ class GradientReducer:
                     if start < stop:
                         part = mean[piece.start + start - place : piece.start + stop - place]
                         kept[start - first : stop - first] = part * share
-
-    def _sizes_of_sums(self, number: int) -> Sequence[int] | None:
-        """Elements that each rank has the sum of; None: every rank has all."""
-        return self._transfers[number].reduce.sizes
 
     def _buckets_of(self, index: int) -> range:
         return range(self._first_bucket[index], self._last_bucket[index] + 1)

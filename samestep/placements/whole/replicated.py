@@ -288,9 +288,6 @@ class ReplicatedParameters(Placement):
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
         self._pieces.put_values(self.held, self._index(param), key, into)
 
-    def holds(self, param: Tensor) -> bool:
-        return any(param is other for other in self.params)
-
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """The mean of the rounds so far, for a parameter; None if no rank has a gradient."""
         if self.distribution.grads == "reduced":
@@ -345,9 +342,6 @@ class ReplicatedParameters(Placement):
             whole = self.mesh.as_summand(index, part, self.reducer.kinds[index])
         self.reducer.set_mean_of(index, whole.reshape(-1))
         self.reducer.here[index] = True
-
-    def _index(self, param: Tensor) -> int:
-        return next(i for i, other in enumerate(self.params) if other is param)
 
     # --- the step, operation by operation ------------------------------------------------
 
@@ -435,21 +429,17 @@ class ReplicatedParameters(Placement):
         number = operation.bucket.bucket
         match operation:
             case Reduce():
-                self.reduce(number)
+                self.reducer.launch_through(number)  # unless backward has
+                self.problem = self.reducer.problem
             case Average():
                 self.average(number)
             case Gather():
-                self.gather(number)
+                self._gatherer.launch(number)
             case Place():
                 self._gatherer.place(number)
             case _:
                 assert self.mesh is not None
                 self.mesh.exchange.run(operation, maths, self.chunk_arrived(operation))
-
-    def reduce(self, number: int) -> None:
-        """Start a reduction, unless backward has."""
-        self.reducer.launch_through(number)
-        self.problem = self.reducer.problem
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
@@ -520,10 +510,6 @@ class ReplicatedParameters(Placement):
 
     def drop_gradients(self, number: int) -> None:
         del self._grads[number]
-
-    def gather(self, number: int) -> None:
-        """Start sending the updated pieces of a bucket to everyone."""
-        self._gatherer.launch(number)
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""

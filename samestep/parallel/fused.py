@@ -37,6 +37,7 @@ from samestep.layout.fused_rows import FusedRows, are_apart
 from samestep.mesh import Mesh
 from samestep.mesh.build import model_axis_in_two
 from samestep.parallel.plan import FusedPart, Plan, PlanError
+from samestep.placements.parts.gradients import placed
 
 KEYS = ("weight", "bias")
 CUT_BY_PARTS = "FusedLinear computes with this rank's heads or rows of every part"
@@ -240,11 +241,5 @@ def _divide(
         for part in module.parts:
             param = module._parameters[part.key(key)]
             rows = whole[part.start : part.stop][own_box(param).slices]
-            state_dict[prefix + part.key(key)] = DTensor.from_local(
-                rows.to(param.device).contiguous(),
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
+            own = rows.to(param.device).contiguous()
+            state_dict[prefix + part.key(key)] = placed(own, param, param.placements)

@@ -1,6 +1,7 @@
 """Which plans there are for the parameters of some groups, and what each is made of."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,29 +57,22 @@ class Request(NamedTuple):
     brings_together: bool  # DTensors are there whose gradients somebody else averages
 
 
+@dataclass(eq=False)
 class Planner:
     """Makes the plans of an optimizer, in one launch order; all ranks must have `lines` alike."""
 
-    def __init__(
-        self,
-        ranks: RankGroup | None,
-        outer: RankGroup | None,
-        distribution: Distribution,
-        in_flight: ParametersInFlight,
-        order_of_use: Iterable[Tensor],
-        *,
-        owner: str,
-        master_weights: bool,
-        lines: Sequence[str],
-    ) -> None:
-        self._ranks = ranks
-        self._outer = outer
-        self._distribution = distribution
-        self._in_flight = in_flight
-        self._master_weights = master_weights
-        self._lines = list(lines)
-        self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
-        self._launch_order = LaunchOrder(owner)
+    ranks: RankGroup | None
+    outer: RankGroup | None
+    distribution: Distribution
+    in_flight: ParametersInFlight
+    order_of_use: Iterable[Tensor]
+    owner: str
+    master_weights: bool
+    lines: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self._place_of_use = {param: place for place, param in enumerate(self.order_of_use)}
+        self._launch_order = LaunchOrder(self.owner)
         self._copied: set[DeviceMesh] = set()  # of whose DTensors copies are averaged here
 
     def plans(
@@ -92,8 +86,8 @@ class Planner:
         self._settle_products([groups[index] for index in indices], blocks)
         found: list[Placement] = []
         copies: dict[DeviceMesh, Copies] = {}
-        if self._ranks is not None and self._distribution.grads == "local":
-            copies = find_copies(_named(groups, indices), self._ranks)
+        if self.ranks is not None and self.distribution.grads == "local":
+            copies = find_copies(_named(groups, indices), self.ranks)
         self._copied |= copies.keys()
         meshes = {mesh_of(param) for group in groups for param in group["params"]}
         kinds = {index: {kind_of(param) for param in groups[index]["params"]} for index in indices}
@@ -101,22 +95,22 @@ class Planner:
             mine = [index for index in indices if kind in kinds[index]]
             if mine:
                 request = Request(
-                    self._ranks,
-                    self._outer,
-                    self._distribution,
+                    self.ranks,
+                    self.outer,
+                    self.distribution,
                     groups,
                     mine,
                     partial(self._of_kind, kind, groups, blocks),
                     reductions,
                     self._launch_order,
-                    self._in_flight,
+                    self.in_flight,
                     copies,
                     bool(meshes - {None} - self._copied),
                 )
                 found += kind.load().plans(request)
-        if self._distribution.grads == "local":  # last, since other comparisons tell more
+        if self.distribution.grads == "local":  # last, since other comparisons tell more
             refuse_copies_nobody_averages(
-                _named(groups, range(len(groups))), self._ranks, self._outer
+                _named(groups, range(len(groups))), self.ranks, self.outer
             )
         return found
 
@@ -133,7 +127,7 @@ class Planner:
                 for block in blocks[param] or ()
                 for shape in block.matrices
             }
-            settle(shapes, params[0].device, self._ranks)
+            settle(shapes, params[0].device, self.ranks)
 
     def own_reduction(self, index: int, group: Group) -> GroupReduction | None:
         """Take a process group and divisor of its own out of a group: they are not saved."""
@@ -141,15 +135,15 @@ class Planner:
         if process_group is None and divisor is None:
             return None
         with naming_group(index):
-            if self._ranks is None:
+            if self.ranks is None:
                 raise ValueError("process_group and divisor need other ranks, and there are none")
-            if self._outer is not None:
+            if self.outer is not None:
                 raise ValueError("process_group and divisor of a group exclude outer_group")
             if divisor is not None:
                 checks.positive("divisor", divisor)
-            if self._distribution.grads == "reduced":
+            if self.distribution.grads == "reduced":
                 raise ValueError('process_group and divisor do nothing with grads="reduced"')
-            own = self._ranks if process_group is None else registry.of(process_group)
+            own = self.ranks if process_group is None else registry.of(process_group)
         return GroupReduction(own, divisor)
 
     def _of_kind(
@@ -174,7 +168,7 @@ class Planner:
     ) -> PlanMembers:
         """What a plan of some groups is made of: those of their parameters that `only` takes."""
         members: list[tuple[int, Tensor, ParamSpec]] = []
-        lines = list(self._lines)
+        lines = list(self.lines)
         for index in indices:
             group = groups[index]
             lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
@@ -183,7 +177,7 @@ class Planner:
                 if not only(param):
                     continue
                 cut = blocks[param]
-                stored = stored_tensors(rule, param, cut, group, self._master_weights)
+                stored = stored_tensors(rule, param, cut, group, self.master_weights)
                 of_whole = cache(partial(_state_of_whole, group, stored))
                 spec = ParamSpec(
                     name,

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Shape
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, math_dtype, matrix_states
+from samestep.rules.state import State, math_dtype
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,
@@ -101,15 +100,12 @@ class PlainStages:
         self, held: HeldParts, route: Route, block: Tensor, directions: dict[Key, Tensor]
     ) -> "list[_Matrix]":
         """Those of a block; where it has several, their directions go into one made for it."""
-        block, state = block.view(route.block.shape), held.whole_state(route)
-        form = route.block.form
+        block, form = block.view(route.block.shape), route.block.form
         if form is None:
-            return [_Matrix(route, route.block.shape, block, state, None)]
+            return [_Matrix(route, route.block.shape, block, held.whole_state(route), None)]
         direction = torch.empty_like(block, dtype=self._moves.dtype)
         directions[route.key] = direction.view(route.box.sizes)
-        group = held.groups[held.specs[route.param].group]
-        stored = held.specs[route.param].stored
-        states = matrix_states(rule_of(group), route.block, state, group, stored)
+        states = held.states_of_matrices(route)
         of_matrices = zip(
             route.block.matrices, form.views(block), states, form.views(direction), strict=True
         )

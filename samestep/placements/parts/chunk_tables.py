@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from samestep.groups.param_groups import rule_of
 from samestep.kernels.choice import padded
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.kernels.parts import (
@@ -33,7 +32,7 @@ from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor
-from samestep.rules.state import MASTER, State, is_small, matrix_states
+from samestep.rules.state import MASTER, State, is_small
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
 
 ROOM = 64  # elements: blocks in a buffer begin at multiples of it
@@ -143,18 +142,7 @@ class ChunkTables:
                 size, states = Size(*members[0].block.shape), list(map(held.whole_state, members))
                 matrices = []
                 if members[0].block.form is not None:
-                    spec = held.specs[members[0].param]
-                    group, stored = held.groups[spec.group], spec.stored
-                    matrices = [
-                        matrix_states(
-                            rule_of(group),
-                            route.block,
-                            state,
-                            group,
-                            stored,
-                        )
-                        for route, state in zip(members, states, strict=True)
-                    ]
+                    matrices = list(map(held.states_of_matrices, members))
                 jobs.append(Job(size, members, begin, states, places.to(self._device), matrices))
                 begin = jobs[-1].stop
             batches.append((held.specs[routes[0].param].group, jobs))

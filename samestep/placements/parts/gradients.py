@@ -103,7 +103,7 @@ def no_summand(param: DTensor, code: int) -> DTensor | None:
     for axis in summed:
         places[axis] = Partial(_SUMS[axes[axis] - 1])
     zeros = torch.zeros(shape, dtype=gradient_dtype(param), device=held.device)
-    return _placed(zeros, param, places)
+    return placed(zeros, param, places)
 
 
 def combine_gradients(
@@ -124,7 +124,7 @@ def combine_gradients(
             found.append(param)
             # An equal mesh has other groups, and who lacks a gradient knows those of the parameter.
             if grad.device_mesh == param.device_mesh:
-                grad = _placed(grad.to_local(), param, grad.placements)
+                grad = placed(grad.to_local(), param, grad.placements)
             partial.append((grad, param.placements))
         elif (
             isinstance(grad, DTensor)
@@ -172,11 +172,12 @@ def combine(grads: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[DTenso
         for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
             grad, wanted = grads[number]
             part = part.view(grad.to_local().shape)
-            results[number] = _placed(part, grad, _combined_placements(grad, wanted))
+            results[number] = placed(part, grad, _combined_placements(grad, wanted))
     return [result for result in results if result is not None]
 
 
-def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
+def placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """What this rank has of a DTensor that is as large as another; nothing travels."""
     return DTensor.from_local(
         local,
         like.device_mesh,

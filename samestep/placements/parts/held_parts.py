@@ -1,6 +1,7 @@
 """What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, Whereabouts, block_states, whereabouts
+from samestep.rules.state import State, Whereabouts, block_states, matrix_states, whereabouts
 from samestep.rules.stored import STEP, block_size
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
@@ -44,6 +45,7 @@ class BlockState(NamedTuple):
     of_whole: State
 
 
+@dataclass(eq=False)
 class HeldParts:
     """The parts of one rank; `group` has the others, and `boxes` what each holds of a parameter.
 
@@ -55,23 +57,14 @@ class HeldParts:
     present: whether each parameter has a gradient on any rank, in this step.
     """
 
-    groups: Sequence[Group]
-
-    def __init__(
-        self,
-        specs: Sequence[ParamSpec],
-        boxes: Sequence[Held],
-        group: RankGroup,
-        share: float,
-        device: torch.device,
-    ) -> None:
-        self.specs = specs
-        self.boxes = boxes
-        self.group = group
-        self.share = share
-        self.device = device
-        self.present: list[bool | Tensor] = []
-        self._come: dict[Key, BlockState] = {}
+    specs: Sequence[ParamSpec]
+    boxes: Sequence[Held]
+    group: RankGroup
+    share: float
+    device: torch.device
+    groups: Sequence[Group] = field(init=False)
+    present: list[bool | Tensor] = field(init=False, default_factory=list)
+    _come: dict[Key, BlockState] = field(init=False, default_factory=dict)
 
     def value_of(self, index: int) -> Tensor:
         """What this rank holds of a parameter, to write into."""
@@ -158,6 +151,12 @@ class HeldParts:
         blocks = spec.blocks or ()
         return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[route.number]
 
+    def states_of_matrices(self, route: Route) -> list[State]:
+        """Views of the state of a whole block, matrix by matrix."""
+        spec, state = self.specs[route.param], self.whole_state(route)
+        group = self.groups[spec.group]
+        return matrix_states(rule_of(group), route.block, state, group, spec.stored)
+
     def step_after(self, route: Route) -> Tensor:
         """The count of steps of a block after this one; its matrices count alike."""
         return self.whole_state(route)[STEP].reshape(-1)[0] + 1
@@ -224,6 +223,16 @@ def refuse_cut_scales(spec: ParamSpec, boxes: Sequence[Box]) -> None:
         f"bits {per} neighbours share a scale: give state_dtypes {smaller}another format, or cut "
         "it by another dim"
     )
+
+
+def refuse_unstaged(spec: ParamSpec, group: Group) -> None:
+    """Raise if a rule needs whole blocks of what ranks hold parts of, from the first step on."""
+    rule = rule_of(group)
+    if spec.blocks is not None and not is_staged(rule):
+        raise ValueError(
+            f"rule {rule.name!r} has no stages, and {spec.name!r} is a DTensor: give the rule "
+            "prepare(), transform() and finish(), or use plain parameters"
+        )
 
 
 def placed_beside(param: DTensor, local: Tensor, per: int = 1) -> DTensor:

@@ -16,7 +16,7 @@ from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import copied_here, held, mesh_group, whole_tensor
-from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
+from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
@@ -25,7 +25,12 @@ from samestep.layout.boxes import HeldBox, HeldState, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
-from samestep.placements.parts.held_parts import HeldParts, placed_beside, refuse_cut_scales
+from samestep.placements.parts.held_parts import (
+    HeldParts,
+    placed_beside,
+    refuse_cut_scales,
+    refuse_unstaged,
+)
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import local_of, mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
@@ -33,7 +38,6 @@ from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.placements.windows import Home, Part, Unit, home_of
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
-from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Stored, whole_shapes
 from samestep.update.plain import GroupMaths, Operand, scale
 
@@ -78,8 +82,8 @@ class ShardedParameters(Placement):
         require_same_lines("plan", lines, self.group, self.device)
         copied = copied_here(self.params, mesh, self.group)
         self.compares_copies = copied is not None
-        names = [spec.name for spec in self.specs]
-        self._presence = PresenceAgreement(names, [self.group], self.device, copied)
+        self._names = [spec.name for spec in self.specs]
+        self._presence = PresenceAgreement(self._names, [self.group], self.device, copied)
         self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
 
     @classmethod
@@ -123,14 +127,9 @@ class ShardedParameters(Placement):
         home = home_of(self.device, self._distribution.offload)
         made: dict[Tensor, State] = {}
         for param, spec in zip(self.params, self.specs, strict=True):
-            group = groups[spec.group]
-            rule = rule_of(group)
-            if spec.blocks is not None and not isinstance(rule, StagedRule):
-                raise ValueError(
-                    f"rule {rule.name!r} has no stages, and {spec.name!r} is a DTensor: give the "
-                    "rule prepare(), transform() and finish(), or use plain parameters"
-                )
-            shapes = whole_shapes(rule, tuple(param.shape), spec.blocks, group, spec.stored)
+            group, shape = groups[spec.group], tuple(param.shape)
+            refuse_unstaged(spec, group)
+            shapes = whole_shapes(rule_of(group), shape, spec.blocks, group, spec.stored)
             made[param] = {
                 key: self._zeros(param, shapes[key], how, home) for key, how in spec.stored.items()
             }
@@ -230,7 +229,8 @@ class ShardedParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         super().begin_step(state, problem)
-        self.problem = problem or self._parameter_problem() or self._gradient_problem()
+        changed = self._tensors.changed(self._names, self.group, contiguous=False)
+        self.problem = problem or changed or self._gradient_problem()
         self.parts.state = state
         self.exchange.begin_step()
         if self._distribution.offload is not None:
@@ -263,13 +263,6 @@ class ShardedParameters(Placement):
         self.exchange.end_step()
 
     abandon_step = finish_step
-
-    def _parameter_problem(self) -> Problem | None:
-        changed = self._tensors.first_changed(contiguous=False)
-        if changed is None:
-            return None
-        index, now = changed
-        return changed_parameter(self.specs[index].name, index, now, self.group)
 
     def _gradient_problem(self) -> Problem | None:
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):

@@ -1,6 +1,7 @@
 """Sending updated parameters to everyone, bucket by bucket: the way back of a reduction."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from samestep.plan.sharding import Bucket, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketTransfers
 
 
+@dataclass(eq=False)
 class ParameterGatherer:
     """Gathers the pieces that ranks have updated, and puts those of others into place.
 
@@ -22,42 +24,39 @@ class ParameterGatherer:
     in_flight: who waits for parameters after the step; None: the step places them itself.
     """
 
-    def __init__(
-        self,
-        held: HeldTensors,
-        plan: ShardingPlan,
-        places: RankGroup,
-        transfers: Sequence[BucketTransfers],
-        flat: FlatParameters | None,
-        in_flight: ParametersInFlight | None,
-    ) -> None:
-        self._held, self._plan, self._places = held, plan, places
-        self._transfers, self._flat, self._in_flight = transfers, flat, in_flight
+    held: HeldTensors
+    plan: ShardingPlan
+    places: RankGroup
+    transfers: Sequence[BucketTransfers]
+    flat: FlatParameters | None
+    in_flight: ParametersInFlight | None
+
+    def __post_init__(self) -> None:
         self._flying: dict[int, Pending[Gathered]] = {}
         self._runs_of_others: dict[int, list[tuple[Piece, int]]] = {}
 
     def launch(self, number: int) -> None:
         """Start sending the updated pieces of a bucket."""
-        bucket, transfer = self._plan.buckets[number], self._transfers[number].gather
+        bucket, transfer = self.plan.buckets[number], self.transfers[number].gather
         if transfer is None:
             return
         assert transfer.sizes is not None
         sizes, whole = list(transfer.sizes), None
-        if self._flat is not None:
-            whole = self._flat.room(number)
-            segment = torch.split(whole, sizes)[self._places.rank]
+        if self.flat is not None:
+            whole = self.flat.room(number)
+            segment = torch.split(whole, sizes)[self.places.rank]
         else:
-            mine = [self._held.piece(piece) for piece in bucket.owned(self._places.rank).pieces]
+            mine = [self.held.piece(piece) for piece in bucket.owned(self.places.rank).pieces]
             if not mine:
-                mine = [self._held.value(bucket.params[0]).new_empty(0)]
+                mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
         self.advance()
         self._flying[number] = gather_stretch(
-            transfer.name, segment, sizes, self._places, into=whole
+            transfer.name, segment, sizes, self.places, into=whole
         )
-        if self._in_flight is not None:
-            members = [self._held.params[index] for index in bucket.params]
-            self._in_flight.add(members, partial(self.place, number))
+        if self.in_flight is not None:
+            members = [self.held.params[index] for index in bucket.params]
+            self.in_flight.add(members, partial(self.place, number))
 
     def advance(self) -> None:
         """Launch what follows on the first halves of gathers in two levels."""
@@ -69,19 +68,19 @@ class ParameterGatherer:
         if number not in self._flying:
             return
         arrived = self._flying.pop(number).wait()
-        if self._flat is not None:
-            self._flat.arrived(number)
+        if self.flat is not None:
+            self.flat.arrived(number)
             return
         stretch, first = arrived
         for piece, start in self._of_others(number):
             part = stretch[start - first : start - first + piece.size]
-            self._held.piece(piece).copy_(part)
+            self.held.piece(piece).copy_(part)
 
     def _of_others(self, number: int) -> list[tuple[Piece, int]]:
         """What others own in a bucket, in runs, and where it starts."""
         known = self._runs_of_others.get(number)
         if known is None:
-            bucket, rank = self._plan.buckets[number], self._places.rank
+            bucket, rank = self.plan.buckets[number], self.places.rank
             segments = list(bucket.segments)
             segments[rank] = Segment((), (), segments[rank].size)
             known = list(Bucket(bucket.dtype, tuple(segments)).runs)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.comm.groups import RankGroup
+from samestep.comm.presence import Problem, changed_parameter
 from samestep.placements.registry import cut_as, mesh_of
 from samestep.plan.sharding import Piece
 
@@ -52,16 +54,20 @@ class HeldTensors:
         held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
         return held.data_ptr()
 
-    def first_changed(self, *, contiguous: bool) -> tuple[int, str] | None:
+    def changed(
+        self, names: Sequence[str], group: RankGroup, *, contiguous: bool
+    ) -> Problem | None:
         """The first that is not what it was, or not `contiguous`, and what it is now."""
         for index, (param, was) in enumerate(zip(self.params, self._were, strict=True)):
             if (param.dtype, param.device) != was:
                 now, then = f"{param.dtype} on {param.device}", f"{was[0]} on {was[1]}"
-                return index, f"is {now} now, and was {then}"
+                return changed_parameter(
+                    names[index], index, f"is {now} now, and was {then}", group
+                )
             dtensor = self._dtensors[index]
             held = param if dtensor is None else dtensor._local_tensor
             if contiguous and not held.is_contiguous():
-                return index, "is not contiguous any more"
+                return changed_parameter(names[index], index, "is not contiguous any more", group)
         return None
 
     @torch.no_grad()
@@ -102,17 +108,10 @@ class HeldTensors:
         if local is None or self._dtensors[index] is None:
             param.grad = local
             return
-        from torch.distributed.tensor import DTensor  # which takes long to import
+        from samestep.placements.parts.gradients import placed  # DTensors take long to import
 
         like: Any = self._dtensors[index] if param.grad is None else param.grad
-        param.grad = DTensor.from_local(
-            local,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+        param.grad = placed(local, like, like.placements)
 
     def kinds_along_axes(self, index: int) -> tuple[int, ...]:
         """What a gradient is along each mesh axis; 0 where it is cut. () if there is none.

@@ -26,14 +26,18 @@ from samestep.comm.meshes import (
     whole_tensor,
 )
 from samestep.groups.distribution import Distribution
-from samestep.groups.param_groups import Group, rule_of
+from samestep.groups.param_groups import Group
 from samestep.placements.parts.block_exchange import BlockExchange
-from samestep.placements.parts.held_parts import HeldParts, placed_beside, refuse_cut_scales
+from samestep.placements.parts.held_parts import (
+    HeldParts,
+    placed_beside,
+    refuse_cut_scales,
+    refuse_unstaged,
+)
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
-from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Whereabouts, whereabouts
 
 Kinds = tuple[int, ...]  # of a gradient, along each axis of its mesh
@@ -56,7 +60,7 @@ class MeshParts:
         everyone: RankGroup,
         number: int,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.everyone = mesh, everyone
         self.group = mesh_group(mesh)
         self._params = [param for param in params if isinstance(param, DTensor)]
         self.copied = copied_here(self._params, mesh, everyone, number)
@@ -111,12 +115,7 @@ class MeshParts:
     def prepare(self, groups: Sequence[Group]) -> None:
         """There is state now."""
         for spec in self.specs:
-            rule = groups[spec.group]["rule"]
-            if spec.blocks is not None and not isinstance(rule_of(groups[spec.group]), StagedRule):
-                raise ValueError(
-                    f"rule {rule!r} has no stages, and {spec.name!r} is a DTensor: give the rule "
-                    "prepare(), transform() and finish(), or use plain parameters"
-                )
+            refuse_unstaged(spec, groups[spec.group])
         self.blocks.groups = groups
         self.exchange.prepare()
 

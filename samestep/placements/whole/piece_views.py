@@ -5,6 +5,7 @@ State that stays on the host is seen in windows instead: what has come of it lie
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +38,7 @@ class _Known(NamedTuple):
     matrices: list[MatrixView]  # once somebody has asked
 
 
+@dataclass(eq=False)
 class PieceViews:
     """The views of the pieces that a rank owns; made anew if a parameter or state was replaced.
 
@@ -44,19 +46,13 @@ class PieceViews:
     mesh: the other parts, where pieces are those of parts of DTensors.
     """
 
-    state: Mapping[Tensor, State]
-
-    def __init__(
-        self,
-        held: HeldTensors,
-        plan: ShardingPlan,
-        layout: StateLayout,
-        groups: Sequence[Group],
-        mesh: "MeshParts | None",
-    ) -> None:
-        self._held, self._plan, self._layout = held, plan, layout
-        self._groups, self._mesh = groups, mesh
-        self._known: dict[Piece, _Known] = {}
+    held: HeldTensors
+    plan: ShardingPlan
+    layout: StateLayout
+    groups: Sequence[Group]
+    mesh: "MeshParts | None"
+    state: Mapping[Tensor, State] = field(init=False)
+    _known: dict[Piece, _Known] = field(init=False, default_factory=dict)
 
     def value_and_state(self, piece: Piece) -> tuple[Tensor, State]:
         """The piece in its parameter, and its state."""
@@ -95,8 +91,8 @@ class PieceViews:
             yield piece, grad, windows.made(window, place, (state, known.value), make)
 
     def _of(self, piece: Piece) -> _Known:
-        address = self._held.address(piece.param)
-        state = self.state[self._held.params[piece.param]]
+        address = self.held.address(piece.param)
+        state = self.state[self.held.params[piece.param]]
         known = self._known.get(piece)
         if (
             known is None
@@ -106,8 +102,8 @@ class PieceViews:
             known = _Known(
                 address,
                 tuple(state.values()),
-                self._held.piece(piece).view(piece_shape(piece)),
-                self._layout.views(piece, state),
+                self.held.piece(piece).view(piece_shape(piece)),
+                self.layout.views(piece, state),
                 self._whereabouts(piece),
                 [],
             )
@@ -119,14 +115,14 @@ class PieceViews:
 
         Not of a part of a block, which is asked for where blocks come together.
         """
-        spec = self._plan.params[piece.param]
+        spec = self.plan.params[piece.param]
         where = whereabouts(spec.name, (spec.whole or spec).shape, spec.stored)
-        if where is None or (self._mesh is not None and piece.block is not None):
+        if where is None or (self.mesh is not None and piece.block is not None):
             return None
-        if self._mesh is None:
+        if self.mesh is None:
             flat = where.elements.view(-1)[piece.start : piece.stop]
             return where.at(flat.view(piece_shape(piece)))
-        held = where.elements[self._mesh.boxes[piece.param].slices]
+        held = where.elements[self.mesh.boxes[piece.param].slices]
         return where.at(held).stretch(piece.start, piece.stop)
 
     def _matrices(
@@ -135,6 +131,6 @@ class PieceViews:
         """Those of a piece that is a block, or all of its elements."""
         if piece.block is None:
             return [MatrixView(value, state, None, None if where is None else where.origin())]
-        spec = self._plan.params[piece.param]
-        group = self._groups[spec.group]
+        spec = self.plan.params[piece.param]
+        group = self.groups[spec.group]
         return matrix_views(rule_of(group), piece.block, value, state, group, spec.stored, where)

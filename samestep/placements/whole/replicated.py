@@ -5,16 +5,15 @@ the other parts. All ranks run the same collectives with the same sizes, whateve
 have and whatever they own.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from samestep.comm.collectives import is_nccl, maximum
-from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
-from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem, changed_parameter
-from samestep.groups.distribution import Distribution
+from samestep.comm.groups import GroupReduction, fabric_of, in_two_levels, ranks_text
+from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import line_of
@@ -25,8 +24,6 @@ from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
 from samestep.placements.whole.buffers import FlatParameters
 from samestep.placements.whole.gathering import ParameterGatherer
 from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.placements.whole.in_flight import ParametersInFlight
-from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.piece_state import PieceState, StateEntry
 from samestep.placements.whole.piece_views import PieceViews, Seen
 from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
@@ -58,20 +55,21 @@ class ReplicatedParameters(Placement):
 
     def __init__(
         self,
+        request: "Request",
         members: PlanMembers,
         reduction: GroupReduction,
-        distribution: Distribution,
-        order: LaunchOrder,
-        in_flight: ParametersInFlight,
         mesh: "MeshParts | None" = None,
-        everyone: RankGroup | None = None,
     ) -> None:
         params, specs = members.params, members.specs
         group, divisor, outer = reduction
+        distribution, in_flight = request.distribution, request.in_flight
+        if request.brings_together:
+            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
+            distribution = distribution.beside_dtensors()
         self.params = list(params)
         self.held = HeldTensors(params)
         self.mesh = mesh  # has the other parts of DTensors
-        self.group, self.held_by = group, everyone or group
+        self.group, self.held_by = group, group if mesh is None else mesh.everyone
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
         self.device = self.held.value(0).device
@@ -87,7 +85,7 @@ class ReplicatedParameters(Placement):
         self._plan_lines = shares.lines()
         if mesh is not None:
             self._groups.append(mesh.group)
-            self.sums_over = everyone
+            self.sums_over = mesh.everyone
             self._plan_lines += mesh.lines()
             self.plan = narrowed(shares, mesh.specs, flat=distribution.buffers == "flat")
             specs = self.plan.params
@@ -130,7 +128,13 @@ class ReplicatedParameters(Placement):
                 has_parts=any(spec.blocks is not None for spec in specs),
             )
         self.reducer = GradientReducer(
-            self.held, self.plan, reduction, distribution, policy, self.shape.transfers, order
+            self.held,
+            self.plan,
+            reduction,
+            distribution,
+            policy,
+            self.shape.transfers,
+            request.order,
         )
         self._gatherer = ParameterGatherer(
             self.held,
@@ -140,7 +144,7 @@ class ReplicatedParameters(Placement):
             self._flat,
             in_flight if self.shape.defers else None,
         )
-        self._order = order
+        self._order = request.order
         copied = None if mesh is None else mesh.copied
         if mesh is None and distribution.grads == "reduced":
             along = copied_by_all(len(self.params), group.size)
@@ -159,24 +163,12 @@ class ReplicatedParameters(Placement):
         """One plan for groups that are reduced alike; one process shares nothing."""
         if request.ranks is None:
             return []
-        distribution = request.distribution
-        if request.brings_together:
-            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
-            distribution = distribution.beside_dtensors()
         usual = GroupReduction(request.ranks, outer=request.outer)
-        together: dict[GroupReduction, list[int]] = {usual: []}
-        for index in request.indices:
-            together.setdefault(request.reductions.get(index, usual), []).append(index)
+        alike = {usual: list[int](), **_reduced_alike(request, request.indices, usual)}
         return [
-            cls(
-                request.members(alike),
-                reduction,
-                distribution,
-                request.order,
-                request.in_flight,
-            )
-            for reduction, alike in together.items()
-            if alike
+            cls(request, request.members(indices), reduction)
+            for reduction, indices in alike.items()
+            if indices
         ]
 
     @classmethod
@@ -185,28 +177,13 @@ class ReplicatedParameters(Placement):
         from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
         copies, everyone, number = request.copies[mesh]
-        distribution = request.distribution
-        if request.brings_together:  # as plain ones
-            distribution = distribution.beside_dtensors()
-        together: dict[GroupReduction, list[int]] = {}
-        for index in request.indices:
-            if any(mesh_of(param) == mesh for param in request.groups[index]["params"]):
-                reduction = request.reductions.get(index, GroupReduction(copies))
-                together.setdefault(reduction, []).append(index)
+        params = {index: request.groups[index]["params"] for index in request.indices}
+        there = [index for index, own in params.items() if any(mesh_of(p) == mesh for p in own)]
         found = []
-        for reduction, alike in together.items():
-            members = request.members(alike, lambda param: mesh_of(param) == mesh)
-            found.append(
-                cls(
-                    members,
-                    reduction,
-                    distribution,
-                    request.order,
-                    request.in_flight,
-                    MeshParts(members.params, members.specs, mesh, everyone, number),
-                    everyone,
-                )
-            )
+        for reduction, indices in _reduced_alike(request, there, GroupReduction(copies)).items():
+            members = request.members(indices, lambda param: mesh_of(param) == mesh)
+            parts = MeshParts(members.params, members.specs, mesh, everyone, number)
+            found.append(cls(request, members, reduction, parts))
         return found
 
     def activate(self) -> None:
@@ -383,13 +360,10 @@ class ReplicatedParameters(Placement):
 
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""
-        changed = self.held.first_changed(contiguous=self._flat is None)
-        if changed is None:
-            if self._flat is not None:
-                self._flat.adopt()
-            return None
-        index, now = changed
-        return changed_parameter(self._names[index], index, now, self.group)
+        problem = self.held.changed(self._names, self.group, contiguous=self._flat is None)
+        if problem is None and self._flat is not None:
+            self._flat.adopt()
+        return problem
 
     def finish_step(self) -> None:
         self._gatherer.advance()  # forward may wait for them in another order on each rank
@@ -515,3 +489,13 @@ class ReplicatedParameters(Placement):
         """The group of each parameter, and whether it was present in the last step."""
         flags = self._present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
+
+
+def _reduced_alike(
+    request: "Request", indices: Iterable[int], usual: GroupReduction
+) -> dict[GroupReduction, list[int]]:
+    """Groups by who averages them; `usual`: whoever does, of those without ranks of their own."""
+    found: dict[GroupReduction, list[int]] = {}
+    for index in indices:
+        found.setdefault(request.reductions.get(index, usual), []).append(index)
+    return found

@@ -1,6 +1,7 @@
 """Whole parameters, gradients and state, wherever their pieces are: for looking and for editing."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,41 +14,36 @@ from samestep.rules.state import MASTER, MASTERS, State, math_dtype
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, join_remainder, split_remainder
 
 
+@dataclass(frozen=True, eq=False)
 class FullValues:
     """Values by the parameter's name, as one process would have them; `RuleOptimizer` tells more.
 
     Of an optimizer at rest: nothing is on its way, and all gradients so far are reduced.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        state: Mapping[Tensor, State],
-        placements: Sequence[Placement],
-    ) -> None:
-        self._groups = groups
-        self._state = state
-        self._placements = placements
+    groups: Sequence[Group]
+    states: Mapping[Tensor, State]
+    placements: Sequence[Placement]
 
     def whole_state(self) -> dict[str, State]:
         """The state of every parameter."""
         # All that travels is on its way before anything can raise.
-        gathers = [p.gather_state(self._state) for p in self._placements]
+        gathers = [p.gather_state(self.states) for p in self.placements]
         by_param = {param: state for finish in gathers for param, state in finish().items()}
         return {name: by_param.get(param, {}) for name, param in self.by_name().items()}
 
     def states_in_turn(self, at_once: int) -> Iterator[tuple[Tensor, State]]:
         """The same, parameter by parameter; at any time that of `at_once` elements is there."""
         for some in _bundles(self.by_name().values(), at_once):
-            for placement in self._placements:
+            for placement in self.placements:
                 here = [param for param in some if placement.holds(param)]
                 if here:
-                    yield from placement.gather_state(self._state, here)().items()
+                    yield from placement.gather_state(self.states, here)().items()
 
     def value(self, name: str, key: str) -> Tensor:
         """One state tensor, whatever it is kept in."""
         param = self.param(name)
-        if key == MASTER and REMAINDER_KEY in self._state[param]:
+        if key == MASTER and REMAINDER_KEY in self.states[param]:
             rest = self.state(name, REMAINDER_KEY)[REMAINDER_KEY]
             whole = self.holder(param).whole_value(param)
             return join_remainder(whole, rest.to(whole.device))  # which may stay on the host
@@ -56,14 +52,14 @@ class FullValues:
     def state(self, name: str, key: str) -> State:
         """The whole state of one parameter, which has `key`, as it is kept."""
         param = self.param(name)
-        if key not in self._state[param]:
-            raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self._state[param])}")
-        gather = self.holder(param).gather_state(self._state, only=[param])
+        if key not in self.states[param]:
+            raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self.states[param])}")
+        gather = self.holder(param).gather_state(self.states, only=[param])
         return gather()[param]
 
     def set_state(self, name: str, key: str, value: Tensor) -> None:
         param = self.param(name)
-        if key == MASTER and REMAINDER_KEY in self._state[param]:
+        if key == MASTER and REMAINDER_KEY in self.states[param]:
             whole = self.state(name, REMAINDER_KEY)
             wide = self._wide(name, key, value, param.shape)
             rest = remainder_of(self.holder(param).whole_value(param), wide)
@@ -91,7 +87,7 @@ class FullValues:
 
     def parameter(self, name: str) -> Tensor:
         param = self.param(name)
-        if self._state[param].keys() & set(MASTERS):
+        if self.states[param].keys() & set(MASTERS):
             return self.value(name, MASTER).to(param.device, math_dtype(param))
         return self.holder(param).whole_value(param).to(math_dtype(param), copy=True)
 
@@ -100,14 +96,14 @@ class FullValues:
         wide = _checked(name, value, param.shape).to(param.device, math_dtype(param))
         wide = wide.contiguous().clone()
         self._from_first(name, "value", wide)
-        if REMAINDER_KEY in self._state[param]:
+        if REMAINDER_KEY in self.states[param]:
             rounded, rest = split_remainder(wide)
             self.holder(param).put_value(param, rounded)
             whole = self.state(name, REMAINDER_KEY)
             self._put_state(name, REMAINDER_KEY, {**whole, REMAINDER_KEY: rest})
             return
         self.holder(param).put_value(param, wide)
-        if MASTER in self._state[param]:
+        if MASTER in self.states[param]:
             whole = self.state(name, MASTER)
             whole[MASTER].copy_(wide)
             self._put_state(name, MASTER, whole)
@@ -117,7 +113,7 @@ class FullValues:
         for name, factor in factors.items():
             param = self.param(name)
             wide = factor.detach().to(param.device).expand(param.shape)
-            self.holder(param).scale(self._state, param, wide)
+            self.holder(param).scale(self.states, param, wide)
 
     def gradient(self, name: str) -> Tensor | None:
         param = self.param(name)
@@ -138,7 +134,7 @@ class FullValues:
     # --- names ---------------------------------------------------------------------------
 
     def by_name(self) -> dict[str, Tensor]:
-        return {name: param for _, name, param in members(self._groups)}
+        return {name: param for _, name, param in members(self.groups)}
 
     def param(self, name: str) -> Tensor:
         known = self.by_name()
@@ -148,11 +144,11 @@ class FullValues:
         return known[name]
 
     def holder(self, param: Tensor) -> Placement:
-        return next(p for p in self._placements if p.holds(param))
+        return next(p for p in self.placements if p.holds(param))
 
     def _put_state(self, name: str, key: str, whole: Mapping[str, Tensor]) -> None:
         param = self.param(name)
-        self.holder(param).put_state(self._state, param, key, whole)
+        self.holder(param).put_state(self.states, param, key, whole)
 
     def _from_first(self, name: str, what: str, value: Tensor) -> None:
         ranks = self.holder(self.param(name)).held_by

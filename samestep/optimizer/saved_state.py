@@ -109,16 +109,14 @@ class SavedState:
     ) -> None:
         """Check a state dict and take out of it what belongs here; `torch_load` is torch's own."""
         holds, groups = self._holds, optimizer.param_groups
-        if holds.is_deferred:
-            load_state(optimizer, torch_load, state_dict, {}, holds.put_whole, {})
-            return
-        check_part(state_dict, holds.part(), alike=holds.are_alike())
         shapes, stored = {}, {}
-        if isinstance(state_dict, Mapping) and PART not in state_dict:
-            stored = stored_of(groups, holds.blocks, holds.masters)
-            if holds.placed:
-                shapes = shapes_of_whole_state(groups, holds.blocks, stored)
-        self.changes()
+        if not holds.is_deferred:
+            check_part(state_dict, holds.part(), alike=holds.are_alike())
+            if isinstance(state_dict, Mapping) and PART not in state_dict:
+                stored = stored_of(groups, holds.blocks, holds.masters)
+                if holds.placed:
+                    shapes = shapes_of_whole_state(groups, holds.blocks, stored)
+            self.changes()
         load_state(optimizer, torch_load, state_dict, shapes, holds.put_whole, stored)
         for placement in holds.placed:
             placement.mend_replicas()

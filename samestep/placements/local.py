@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from samestep.xla.tiling import Lying
 
 
+@dataclass(eq=False)
 class LocalParameters(Placement):
     """The placement without other ranks: one bucket, nothing to send.
 
@@ -45,15 +47,11 @@ class LocalParameters(Placement):
 
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
-    def __init__(
-        self,
-        blocks: Mapping[Tensor, list[Block] | None],
-        master_weights: bool,
-        distribution: Distribution,
-    ) -> None:
-        self._blocks = blocks
-        self._master_weights = master_weights
-        self._distribution = distribution
+    blocks: Mapping[Tensor, list[Block] | None]
+    master_weights: bool
+    distribution: Distribution
+
+    def __post_init__(self) -> None:
         self.known: list[KnownGroup] = []
         self._lying: dict[Tensor, Lying] = {}  # on XLA: where parameters and state have to stay
 
@@ -61,7 +59,7 @@ class LocalParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         super().begin_step(state, problem)
-        if self._distribution.offload is not None:
+        if self.distribution.offload is not None:
             states = (own for group in self.known for own in group.states)
             self._keep_windows(states, self._units)
 
@@ -71,7 +69,7 @@ class LocalParameters(Placement):
         devices = sorted({str(unit.about.param.device) for unit in units})
         if len(devices) > 1:
             raise ValueError(
-                f"offload={self._distribution.offload!r} brings state to one device, and "
+                f"offload={self.distribution.offload!r} brings state to one device, and "
                 f"parameters are on {' and '.join(devices)}: build an optimizer for each"
             )
         return {("update", 0): units}
@@ -153,7 +151,7 @@ class LocalParameters(Placement):
             if not known or not known[0].is_still(group, state):
                 self.keep_state(plain(group), group, state)
                 self._refuse_other_masters(index, group, state)
-                known_group = KnownGroup(group, index, state, self._blocks)
+                known_group = KnownGroup(group, index, state, self.blocks)
                 self.known[index : index + 1] = [known_group]
                 self.windows = None  # whose parts are views of parameters too
 
@@ -163,7 +161,7 @@ class LocalParameters(Placement):
         """Raise if a master copy is not of what its parameter has become."""
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             key = next((key for key in MASTERS if key in state[param]), None)
-            fits = needs_master(param, self._master_weights)
+            fits = needs_master(param, self.master_weights)
             if key is not None and not (fits and (key == MASTER or param.dtype == torch.bfloat16)):
                 raise RuntimeError(
                     f"parameter {name!r} is {param.dtype} now, and its state has {key!r}, which is "
@@ -183,12 +181,12 @@ class LocalParameters(Placement):
     ) -> None:
         """State follows a parameter to its device; cleared state starts afresh."""
         for param in params:
-            own, masters = state[param], self._master_weights
-            home = home_of(param.device, self._distribution.offload)
+            own, masters = state[param], self.master_weights
+            home = home_of(param.device, self.distribution.offload)
             if not own or (needs_master(param, masters) and not own.keys() & set(MASTERS)):
                 # Without values first: state that stays on the host may have no room elsewhere.
                 like = param if home.device == param.device else param.detach().to("meta")
-                fresh = initial_state(rule_of(group), like, self._blocks[param], group, masters)
+                fresh = initial_state(rule_of(group), like, self.blocks[param], group, masters)
                 if like is not param:
                     fresh = {k: home.zeros(t.shape, t.dtype) for k, t in fresh.items()}
                     if MASTER in fresh:
@@ -203,7 +201,7 @@ class LocalParameters(Placement):
     def _laid(self, param: Tensor, state: State) -> "Lying":
         from samestep.xla.tiling import lay_out
 
-        distribution = self._distribution
+        distribution = self.distribution
         shares, crossover = distribution.sharding != "none", distribution.crossover
         return lay_out(param, state, shares=shares, crossover=crossover)
 

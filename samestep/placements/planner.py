@@ -1,6 +1,6 @@
 """Which plans there are for the parameters of some groups, and what each is made of."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -86,8 +86,12 @@ class Planner:
         self._settle_products([groups[index] for index in indices], blocks)
         found: list[Placement] = []
         copies: dict[DeviceMesh, Copies] = {}
+        named = [
+            list(zip(parameter_names(group, index), group["params"], strict=True))
+            for index, group in enumerate(groups)
+        ]
         if self.ranks is not None and self.distribution.grads == "local":
-            copies = find_copies(_named(groups, indices), self.ranks)
+            copies = find_copies(chain.from_iterable(named[index] for index in indices), self.ranks)
         self._copied |= copies.keys()
         meshes = {mesh_of(param) for group in groups for param in group["params"]}
         kinds = {index: {kind_of(param) for param in groups[index]["params"]} for index in indices}
@@ -109,9 +113,7 @@ class Planner:
                 )
                 found += kind.load().plans(request)
         if self.distribution.grads == "local":  # last, since other comparisons tell more
-            refuse_copies_nobody_averages(
-                _named(groups, range(len(groups))), self.ranks, self.outer
-            )
+            refuse_copies_nobody_averages(chain.from_iterable(named), self.ranks, self.outer)
         return found
 
     def _settle_products(self, groups: Sequence[Group], blocks: Blocks) -> None:
@@ -207,9 +209,3 @@ def _state_per_element(group: Group, stored: StoredTensors, wide: torch.dtype) -
     shapes = state_shapes(rule_of(group), (64, 64), group, stored)
     sizes = (prod(shapes[key]) * how.dtype.itemsize for key, how in stored.items())
     return sum(sizes) / wide.itemsize / 64**2
-
-
-def _named(groups: Sequence[Group], indices: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
-    for index in indices:
-        group = groups[index]
-        yield from zip(parameter_names(group, index), group["params"], strict=True)

@@ -267,6 +267,14 @@ def test_a_copy_of_an_optimizer_goes_on_alone():
     assert_same(train(*plain, 0, range(5, 7)), train(*twins, 0, range(5, 7)))
 
 
+def test_parameters_that_were_moved_are_updated_where_they_are():
+    """With the state that they had: windows know parts of parameters by where they lie."""
+    plain, (model, opt) = train(*build(None), 0), train(*build("state"), 0)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    assert_same(train(*plain, 0, range(5, 7)), train(model, opt, 0, range(5, 7)))
+
+
 def test_a_step_that_is_broken_off_leaves_weights_with_their_state():
     """Wherever it is: each element of both is that of the step before, or each that of the next."""
 

@@ -4,6 +4,9 @@
 """
 
 import importlib
+import itertools
+import os
+import socket
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -18,7 +21,7 @@ from samestep.launch import RanksFailed, forked
 from tests.limits import HANG, limit
 from tests.ranks_threaded import run_threaded
 
-__all__ = ["RanksFailed", "prepare", "run_cases", "run_forked", "run_threaded"]
+__all__ = ["RanksFailed", "free_port", "prepare", "run_cases", "run_forked", "run_threaded"]
 
 
 def run_forked(
@@ -42,6 +45,25 @@ def run_forked(
         collective_timeout=collective_timeout,
         grace=grace,
     )
+
+
+_ports = itertools.count(os.getpid())
+
+
+def free_port() -> int:
+    """A port that ranks can meet at, below those that the system gives to connections.
+
+    One of those could be taken by a connection of another test before ranks have come there.
+    """
+    for number in itertools.islice(_ports, 1000):
+        port = 20_000 + number % 10_000
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("no port is free")
 
 
 def run_cases(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -21,7 +20,7 @@ from samestep.bench.crossover import Way, cells, verdict_text
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, crossover_of, read_crossover
 from samestep.groups.distribution import Distribution
-from tests.ranks import run_forked, run_threaded
+from tests.ranks import free_port, run_forked, run_threaded
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
@@ -106,9 +105,7 @@ def test_options_reach_the_ranks(tmp_path, monkeypatch, capsys):
 
 
 def test_ranks_of_torchrun_are_joined(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
 
     def fn(rank):
         dist.destroy_process_group()  # these ranks now are as torchrun starts them

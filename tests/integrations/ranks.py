@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.ranks import run_forked
+from tests.ranks import free_port, run_forked
 
 
 def run_as_torchrun(world: int, job: Callable[[int], Any]) -> list[Any]:
@@ -21,9 +20,7 @@ def run_as_torchrun(world: int, job: Callable[[int], Any]) -> list[Any]:
 
     What other packages warn of is theirs; what samestep warns of is an error.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def on_rank(rank: int) -> Any:
         if world == 1:

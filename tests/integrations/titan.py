@@ -11,7 +11,6 @@ It is written for a later torch than 2.13: its backend "spmd_types" wants anothe
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 
 import samestep
-from tests.ranks import run_forked
+from tests.ranks import free_port, run_forked
 
 PATH = os.environ.get("TORCHTITAN_PATH")
 
@@ -169,9 +168,7 @@ def trained(folder: Any, *arguments: Any, **changes: Any) -> Any:
 
 def run_trainers(world: int, job: Callable[[int], Any]) -> list[Any]:
     """`job(rank)` on ranks that torchtitan joins itself, from the environment of torchrun."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def on_rank(rank: int) -> Any:
         dist.destroy_process_group()

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import textwrap
 import time
@@ -33,7 +32,7 @@ from samestep.stress.ranks import TorchrunRanks
 from samestep.stress.receipt import check_receipt
 from samestep.stress.scenarios import EVERY_SCENARIO
 from tests.limits import HANG, TEST, eventually, limit
-from tests.ranks import RanksFailed, run_forked
+from tests.ranks import RanksFailed, free_port, run_forked
 from tests.soak import SOAK
 from tests.stress import example_receipt
 from tests.stress.forked_command import running
@@ -214,9 +213,7 @@ def restrict(monkeypatch, *layouts):
 
 def test_ranks_of_torchrun_are_joined(tmp_path, monkeypatch):
     restrict(monkeypatch, "one_process", "zero2", "flat_zero2_overlap", "fsdp2_parallel", "hsdp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
 
     def fn(rank):
         dist.destroy_process_group()  # these ranks now are as torchrun starts them
@@ -239,9 +236,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path, monkeypatch):
 def test_a_rank_of_torchrun_that_vanishes_is_not_waited_for(tmp_path):
     """Rank 1 is gone after the first case: the others notice before the next, and stop."""
     seconds = round(limit(3.0))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
 
     def fn(rank):
         dist.destroy_process_group()

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import free_port
 from tests.soak import SOAK
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
@@ -57,9 +57,7 @@ def ended(processes):
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+    return free_port()
 
 
 def worker_of(agent):

@@ -13,6 +13,7 @@ from samestep.comm.presence import PresenceAgreement
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole import planned, reduction
 from samestep.placements.whole.buffers import FlatGradients
+from samestep.placements.whole.gathering import ParameterGatherer
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
@@ -162,12 +163,12 @@ def collectives_misnamed(original: Any, transfer: Transfer, *args: Any, **how: A
     return original(transfer, *args, **how)
 
 
-@mutant("hang", "conditional_compute", replaces=(ReplicatedParameters, "gather"))
-def empty_collective_skipped(original: Any, self: ReplicatedParameters, number: int) -> None:
+@mutant("hang", "conditional_compute", replaces=(ParameterGatherer, "launch"))
+def empty_collective_skipped(original: Any, self: ParameterGatherer, number: int) -> None:
     """a rank that owns nothing in a bucket does not take part in its gather"""
     # Nothing to send, so it seems.
     bucket = self.plan.buckets[number]
-    if bucket.replicated or bucket.segments[self.group.rank].pieces:
+    if bucket.replicated or bucket.segments[self.places.rank].pieces:
         original(self, number)
 
 

@@ -15,7 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from samestep.launch import TorchrunRank
 
@@ -54,7 +64,7 @@ def spelled(name: str) -> str:
 
 def _argument(hint: Any, text: str, default: Any, read: Any) -> dict[str, Any]:
     """What argparse is told of a field."""
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in (UnionType, Union):  # the latter of a Literal or None
         hint = next(one for one in get_args(hint) if one is not NoneType)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}

@@ -263,7 +263,7 @@ class Options(ClientOptions):
 
     variants: Annotated[tuple[str, ...], who(contestants())] = ()
     out: Annotated[Path, FOLDER] = Path("out/bench-llama")
-    dtype: Annotated[Dtype, "of the passes"] = "bfloat16"
+    dtype: Annotated[Dtype | None, "of the passes"] = "bfloat16"
     model: Annotated[
         Literal["transformers", "builtin"],
         "whose: transformers or builtin, the same shapes written out here",
@@ -291,7 +291,7 @@ class Options(ClientOptions):
 def make_model(options: Options, seed: int) -> nn.Module:
     """A model with the weights of a seed, in the dtype of its passes."""
     torch.manual_seed(seed)
-    dtype, device = DTYPES[options.dtype], device_of(options.device)
+    dtype, device = DTYPES[options.pass_dtype], device_of(options.device)
     if options.model == "builtin":
         return Llama(options.shape).to(device=device, dtype=dtype)
     return from_transformers(options.shape, options.sequence, dtype).to(device)
@@ -341,8 +341,8 @@ def run(options: Options) -> int:
             "model": options.model,
             "transformers": version,
             "config": asdict(options.shape),
-            "dtype": options.dtype,
-            "compiled": options.compile,
+            "dtype": options.pass_dtype,
+            "compiled": options.compiled,
             "lr": options.lr,
             "weight_decay": DECAY,
         },

@@ -162,14 +162,15 @@ def load(options: Options) -> Any:
     make_importable(options.peer_path)
     try:
         # There it looks for the dtype of its passes when it is imported.
-        told = mock.patch.dict(os.environ, {"NANOCHAT_DTYPE": options.dtype})
+        told = mock.patch.dict(os.environ, {"NANOCHAT_DTYPE": options.pass_dtype})
         with told, redirect_stdout(sys.stderr):
             gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
     except ImportError as error:
         raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error
-    if DTYPES[options.dtype] != common.COMPUTE_DTYPE:
+    if DTYPES[options.pass_dtype] != common.COMPUTE_DTYPE:
         raise BadRequestError(
-            f"--dtype is {options.dtype}, but nanochat was imported with {common.COMPUTE_DTYPE}"
+            f"--dtype is {options.pass_dtype}, but nanochat was imported with "
+            f"{common.COMPUTE_DTYPE}"
         )
     if not hasattr(gpt.GPT, "setup_optimizer"):
         raise BadRequestError("this nanochat's GPT has no setup_optimizer: take a newer checkout")
@@ -225,8 +226,8 @@ def run(options: Options) -> int:
         {
             "what": "nanochat's GPT",
             "config": {key: value for key, value in vars(config).items() if key[0] != "_"},
-            "dtype": options.dtype,
-            "compiled": options.compile,
+            "dtype": options.pass_dtype,
+            "compiled": options.compiled,
             "lr_scale": options.lr_scale,
             "weight_decay": WEIGHT_DECAY,
         },

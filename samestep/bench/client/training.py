@@ -44,7 +44,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass
 class ClientOptions(SharedOptions):
-    """How a client is trained. What is None here depends on the device, and is set when read."""
+    """How a client is trained."""
 
     warmup: Annotated[int, "turns that are not counted"] = 10
     layers: Annotated[int, "of the model; the width follows"] = 12
@@ -55,11 +55,21 @@ class ClientOptions(SharedOptions):
     seeds: Annotated[
         tuple[int, ...], "each decides the initial weights and the batches of one training"
     ] = (0, 1, 2)
-    dtype: Annotated[Dtype, "of the passes (bfloat16; float32 on a CPU)"] = None  # type: ignore[assignment]
-    compile: Annotated[bool, "compile the model (on CUDA; not on a CPU)"] = None  # type: ignore[assignment]
+    dtype: Annotated[Dtype | None, "of the passes (bfloat16; float32 on a CPU)"] = None
+    compile: Annotated[bool | None, "compile the model (on CUDA; not on a CPU)"] = None
     data: Annotated[
         Path | None, "a file to train on (the sources of Python's standard library)"
     ] = None
+
+    @property
+    def pass_dtype(self) -> Dtype:
+        """What was asked for, or what suits the device."""
+        return self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+
+    @property
+    def compiled(self) -> bool:
+        """Likewise."""
+        return self.device == "cuda" if self.compile is None else self.compile
 
     def corpus(self) -> Corpus:
         """The text, as bytes; BadRequestError where it is too short."""
@@ -97,9 +107,6 @@ def read_client(
     if options.data is not None and not options.data.is_file():
         raise BadRequestError(f"--data {str(options.data)!r} is not a file")
     options.seeds = tuple(dict.fromkeys(options.seeds))
-    on_gpu = options.device == "cuda"
-    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    options.compile = on_gpu if options.compile is None else options.compile
     return options
 
 
@@ -257,7 +264,7 @@ class Race:
 
     def _build(self, training: Training, model: nn.Module) -> None:
         own = copy.deepcopy(model)
-        forward: Any = torch.compile(own, dynamic=False) if self._options.compile else own
+        forward: Any = torch.compile(own, dynamic=False) if self._options.compiled else own
         entry = Entry(own, forward, training.contestant.build(own))
         self._entries[training.contestant.name] = entry
 

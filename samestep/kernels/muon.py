@@ -303,8 +303,7 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
 
 def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tensor]:
     """The pass over gradients and momenta: called with powers, it gives sums of squares."""
-    count, short, long = directions.shape
-    blocks, grads = source
+    count, (blocks, grads) = len(directions), source
     rounding = None
     if isinstance(blocks, GivenBlocks):
         given, momenta, aligned, writes = blocks.values, blocks.values, False, None
@@ -315,7 +314,7 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
         aligned = grads.aligned and blocks.momenta.aligned and blocks.lie is None
         dtypes, rounding = (grads.dtype, blocks.state_dtype), blocks.rounding
     cut = tiled(0 if rounding is None else rounding.block, turned=blocks.tall)
-    programs = tiles(*((long, short) if blocks.tall else (short, long)), cut)
+    programs = _tiles(blocks, directions, cut)
     sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
 
     def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
@@ -391,9 +390,8 @@ def _write_again(
 ) -> None:
     """Write the directions whose power has changed."""
     assert grads is not None
-    count, short, long = directions.shape
-    cut = tiled(turned=blocks.tall)
-    in_block = tiles(*((long, short) if blocks.tall else (short, long)), cut)
+    count, cut = len(directions), tiled(turned=blocks.tall)
+    in_block = _tiles(blocks, directions, cut)
     muon_tiles.direction_again[(min(AGAIN, in_block), count)](
         grads.addresses,
         blocks.momenta.addresses,
@@ -500,6 +498,12 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
         num_warps=4,
     )
     return sums
+
+
+def _tiles(blocks: MuonBlocks | GivenBlocks, directions: Tensor, cut: dict[str, Any]) -> int:
+    """How many a padded block has, in its own orientation."""
+    _, short, long = directions.shape
+    return tiles(*((long, short) if blocks.tall else (short, long)), cut)
 
 
 def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, int]:

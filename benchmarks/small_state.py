@@ -56,23 +56,20 @@ class Entry(NamedTuple):
     name: str
     rule: str  # what updates the matrices
     dtype: torch.dtype
-    make: Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+    make: Callable[[list[Tensor], list[Tensor]], torch.optim.Optimizer]  # of matrices, and others
 
 
 def ours(rule: str, form: str, master: str | None = None) -> Entry:
     """`master`: of bfloat16 parameters, "32 bits" or "remainder"."""
     asked = state_dtypes(form, *(["master_weight"] if master == "remainder" else []))
 
-    def make(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    def make(matrices: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
         options: Any = {"master_weights": master is not None, "state_dtypes": asked}
         if rule == "adamw":
-            named = [(f"p{place}", param) for place, param in enumerate(params)]
             asked.pop("momentum_buffer", None)
-            return samestep.AdamW(named, **options)
-        model = torch.nn.Module()
-        for place, param in enumerate(params):
-            setattr(model, f"p{place}", param)
-        return samestep.MuonAdamW(model, **options)
+            return samestep.AdamW([*matrices, *others], **options)
+        groups = [{"params": matrices, "rule": "muon"}, {"params": others, "rule": "adamw"}]
+        return samestep.MuonAdamW(groups, **options)
 
     kept = form if master is None else f"{form}, master {master}"
     return Entry(f"samestep {kept}", rule, torch.bfloat16 if master else torch.float32, make)
@@ -86,7 +83,14 @@ def peers() -> Iterator[Entry]:
         except (ImportError, AttributeError, RuntimeError) as error:
             print(f"without {module}: {error}")
             continue
-        yield Entry(f"{module}.{name}", "adamw", torch.float32, kind)
+
+        def make(
+            matrices: list[Tensor], others: list[Tensor], kind: Any = kind
+        ) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = kind([*matrices, *others])
+            return optimizer
+
+        yield Entry(f"{module}.{name}", "adamw", torch.float32, make)
 
 
 def entries() -> list[Entry]:
@@ -122,8 +126,8 @@ def run_step(options: argparse.Namespace, command: str) -> None:
     optimizers = {}
     for one in entries():
         torch.manual_seed(0)
-        params = with_gradients((*shapes.matrices, *shapes.others), device, one.dtype)
-        optimizers[one] = one.make(params)
+        matrices, others = (with_gradients(some, device, one.dtype) for some in shapes)
+        optimizers[one] = one.make([*matrices], [*others])
     for optimizer in optimizers.values():
         for _ in range(options.warmup):
             optimizer.step()

@@ -23,11 +23,12 @@ from samestep.rules.stored import SCALE_SUFFIX
 FUSION = False
 CHUNK = 4096  # elements of one tensor that one program works on
 TILE = 64  # rows and columns of a block or part that one program works on
-WIDE = 64  # columns of the tile, as large, of a block that is not turned
+WIDE = 256  # columns of the tile, as large, of a block that is not turned
 # The same where state is rounded at random: that takes registers, and smaller programs leave room
 # for some of them to compute while others wait for memory.
 SMALL_CHUNK, SMALL_WARPS = 1024, 4
 CODED_TILE, CODED_WARPS = 2048, 4  # elements of a tile as wide as a block of codes
+SEVERAL = 4  # tiles of one program
 
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def tiled(codes: int = 0, *, turned: bool = True) -> dict[str, Any]:
 
     `codes`: how many share a scale; a tile has whole rows of them.
     """
-    rows, cols, warps = TILE, TILE, 4
+    rows, cols, warps = TILE, TILE, 8
     if codes:
         rows, cols, warps = max(1, CODED_TILE // codes), codes, CODED_WARPS
     elif not turned:

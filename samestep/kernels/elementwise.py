@@ -13,6 +13,7 @@ import triton.language as tl
 
 from samestep.kernels.small import (
     joined,
+    keys_of,
     random_bits,
     read_state,
     signed_bits,
@@ -235,11 +236,11 @@ def adamw(
     first_bits, second_bits = None, None
     if FIRST_RANDOM or SECOND_RANDOM:
         origin = origins + 4 * number
-        step = tl.load(pointer_in(steps, number, step_dtype, False))
+        keys = keys_of(origin, tl.load(pointer_in(steps, number, step_dtype, False)))
         if Q:
-            bits = random_bits(origin, block * Q, tl.arange(0, Q)[None, :], step, PLACES)
+            bits = random_bits(origin, block * Q, tl.arange(0, Q)[None, :], keys, PLACES)
         else:
-            bits = random_bits(origin, offsets, 0, step, PLACES)
+            bits = random_bits(origin, offsets, 0, keys, PLACES)
         if FIRST_RANDOM:
             first_bits = signed_bits(bits)
         if SECOND_RANDOM:

@@ -17,7 +17,7 @@ from samestep.kernels.elementwise import (
     seen_gradient,
     store_value,
 )
-from samestep.kernels.small import random_bits, read_state, signed_bits, write_state
+from samestep.kernels.small import keys_of, random_bits, read_state, signed_bits, write_state
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def momentum(
     origins,  # (count, 4): see `call.Origins`; RANDOM
     directions,  # (count, short, long), padded; the transpose of a tall block
     powers,  # (count,): the direction is multiplied with it; None: not
-    sums,  # (count, tiles): the squares of the direction, not multiplied
+    sums,  # (count, programs): the squares of the direction, not multiplied
     only_if,
     writes,  # (count,): 0 leaves a momentum as it is
     mu,
@@ -175,46 +175,59 @@ def momentum(
     MAXIMIZE: tl.constexpr,
     ONLY_SUMS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,  # of one program, one after the other
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Momentum and the direction that is orthogonalized, of one tile of one block."""
-    tile, number = tl.program_id(0), tl.program_id(1)
-    # tiles of the padded block, in its own orientation
-    first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
-    inside = (row < rows) & (col < cols)
-    offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
-    if GIVEN:
-        begin = number.to(tl.int64) * rows * cols
-        u = tl.load(grads + begin + offsets, inside, 0.0).to(tl.float32)
-    else:
-        grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
-        state = pointer_in(momenta, number, state_dtype, ALIGNED) + offsets
-        scale, there = None, inside
-        if Q:  # one for each row of the tile
-            scale = pointer_in(scales, number, tl.float32, False) + row * (cols // Q)
-            scale += first_col // Q
-            there = (row < rows) & (first_col < cols)
-        m, u = new_momentum(
-            grad, state, scale, inside, there, mu, factor, EMA, NESTEROV, MAXIMIZE
-        )  # fmt: skip
-    u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
-    wide = u.to(tl.float64)
-    tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
-    if not ONLY_SUMS:
-        if not GIVEN:
-            written = is_written(only_if, writes, number)
-            bits = None
-            if RANDOM:
-                step = tl.load(pointer_in(steps, number, step_dtype, False))
-                origin = origins + 4 * number
-                bits = signed_bits(random_bits(origin, row * cols + col, 0, step, PLACES))
-            write_state(state, inside & written, scale, there & written, m, bits)
-        if powers is not None:
-            u = u * tl.load(powers + number)
-        x = u.to(directions.dtype.element_ty)
-        own = directions + number.to(tl.int64) * short * long
-        write_direction(own, x, row, col, first_row, first_col, short, long, TALL, ROWS, COLS)
+    """Momentum and the direction that is orthogonalized, of some tiles of one block."""
+    number = tl.program_id(1)
+    # All that serves every tile is read here: the compiler does not know that nobody writes it.
+    if not GIVEN:
+        grad_begin = pointer_in(grads, number, grad_dtype, ALIGNED)
+        state_begin = pointer_in(momenta, number, state_dtype, ALIGNED)
+        written = is_written(only_if, writes, number)
+    if Q:
+        scale_begin = pointer_in(scales, number, tl.float32, False)
+    if RANDOM:
+        origin = origins + 4 * number
+        keys = keys_of(origin, tl.load(pointer_in(steps, number, step_dtype, False)))
+    power = 1.0
+    if powers is not None:
+        power = tl.load(powers + number)
+    squares = tl.zeros((ROWS,), tl.float64)
+    for turn in range(TILES):
+        # tiles of the padded block, in its own orientation; those behind the last are outside
+        tile = tl.program_id(0) * TILES + turn
+        first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
+        inside = (row < rows) & (col < cols)
+        offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
+        if GIVEN:
+            begin = number.to(tl.int64) * rows * cols
+            u = tl.load(grads + begin + offsets, inside, 0.0).to(tl.float32)
+        else:
+            grad, state = grad_begin + offsets, state_begin + offsets
+            scale, there = None, inside
+            if Q:  # one for each row of the tile
+                scale = scale_begin + row * (cols // Q) + first_col // Q
+                there = (row < rows) & (first_col < cols)
+            m, u = new_momentum(
+                grad, state, scale, inside, there, mu, factor, EMA, NESTEROV, MAXIMIZE
+            )  # fmt: skip
+        u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
+        wide = u.to(tl.float64)
+        squares += tl.sum(wide * wide, 1)
+        if not ONLY_SUMS:
+            if not GIVEN:
+                bits = None
+                if RANDOM:
+                    bits = signed_bits(random_bits(origin, row * cols + col, 0, keys, PLACES))
+                write_state(state, inside & written, scale, there & written, m, bits)
+            if powers is not None:
+                u = u * power
+            x = u.to(directions.dtype.element_ty)
+            own = directions + number.to(tl.int64) * short * long
+            write_direction(own, x, row, col, first_row, first_col, short, long, TALL, ROWS, COLS)
+    tl.store(sums + number * tl.num_programs(0) + tl.program_id(0), tl.sum(squares))
 
 
 @triton.jit

@@ -196,9 +196,10 @@ def replayed(function: Function, key: Hashable, X: Tensor, scales: Tensor) -> Te
     """`function(X, scales)` through a graph, which is recorded at the first call with a key.
 
     A graph has tensors of its own: a block is copied into them and the result out, which is little
-    against fifteen launches.
+    against fifteen launches. Each stream has its own graphs: they may run at the same time.
     """
-    key = (key, X.shape, X.dtype, X.device)
+    stream = torch.cuda.current_stream(X.device).cuda_stream
+    key = (key, X.shape, X.dtype, X.device, stream)
     found = _recorded.get(key)
     if found is None:
         function(X.clone(), scales)  # compiles what a graph cannot

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from samestep.kernels.elementwise import is_written, pointer_in
 from samestep.kernels.muon_tiles import new_momentum, read_tile, step_to, tile_of
-from samestep.kernels.small import random_bits, signed_bits, write_state
+from samestep.kernels.small import keys_of, random_bits, signed_bits, write_state
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def momentum_of_parts(
     if RANDOM:
         # The owner of the block counts later, for all who hold parts of it.
         step = tl.load(pointer_in(kept + 7 * part, 6, step_dtype, False)) + 1
-        bits = signed_bits(random_bits(kept + 7 * part, row * cols, col, step, PLACES))
+        keys = keys_of(kept + 7 * part, step)
+        bits = signed_bits(random_bits(kept + 7 * part, row * cols, col, keys, PLACES))
     written = is_written(only_if, writes, param)
     write_state(state, inside & written, scale, there & written, m, bits)
     begin = tl.load(own + 7)

@@ -43,16 +43,21 @@ def index_word(origin, start, within, PLACES: tl.constexpr):
 
 
 @triton.jit
-def random_bits(origin, start, within, step, PLACES: tl.constexpr):
+def keys_of(origin, step):
+    """Two words of the seed and the step, for all elements of a tensor."""
+    step_word = step.to(tl.int32).to(tl.uint32, bitcast=True)
+    first = mixed(mixed(step_word) ^ tl.load(origin + 3).to(tl.uint32))
+    return first, mixed(first ^ GOLDEN)
+
+
+@triton.jit
+def random_bits(origin, start, within, keys, PLACES: tl.constexpr):
     """uint32 of elements of the local tensor, of which both halves are drawn.
 
     `start` is where runs, or parts of them, begin, and `within` where an element is from there.
     """
-    word, seed = index_word(origin, start, within, PLACES), tl.load(origin + 3)
-    step_word = step.to(tl.int32).to(tl.uint32, bitcast=True)
-    first = mixed(mixed(step_word) ^ seed.to(tl.uint32))
-    second = mixed(first ^ GOLDEN)
-    word += first
+    first, second = keys
+    word = index_word(origin, start, within, PLACES) + first
     word = (word ^ (word >> 16)) * FIRST + second
     return (word ^ (word >> 15)) * SECOND
 
@@ -109,9 +114,10 @@ def encoded(values, bits, SIGNED: tl.constexpr):
         gap = tl.fma(code, 2.0, 1.0)
         # 14 bits and a half as the digits behind 1.
         line = (((bits << 7) & 0x7FFE00) | 0x3F800100).to(tl.float32, bitcast=True)
-        more = tl.fma(line, gap, -gap) < tl.fma(-code, code, square)
+        # A product with -1 is a sign of an operand; a minus would be a difference from 0.
+        more = tl.fma(line, gap, gap * -1.0) < tl.fma(code * -1.0, code, square)
         code = tl.where(more, code + 1.0, code)
-        code = tl.where(word < 0, -code, code).to(tl.int8)
+        code = tl.where(word < 0, code * -1.0, code).to(tl.int8)
     else:
         # A guess, as in plain torch; by quick operations, since it is made good.
         code = tl.sqrt(tl.sqrt(size * tl.where(finite, 1.0 / scale, float("nan"))))

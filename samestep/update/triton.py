@@ -16,9 +16,10 @@ from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.noise import Origin
-from samestep.rules.orthogonalize import kernels_run, step_coefficients
+from samestep.rules.orthogonalize import kernels_run, orthogonalize_flops, step_coefficients
 from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, code_dtype
+from samestep.update.lanes import dealt, side_by_side
 from samestep.update.plain import BATCH_ELEMENTS, GroupMath, Operand
 
 
@@ -32,7 +33,7 @@ class Job(NamedTuple):
 class KernelPlan:
     """How the operands of a group are batched: made once, unless parameters or state change."""
 
-    def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int) -> None:
+    def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int | None) -> None:
         self.params = [operand.param for operand in operands]
         self.states = [operand.state for operand in operands]
         self.dtypes = [operand.grad.dtype for operand in operands]
@@ -44,13 +45,17 @@ class KernelPlan:
                 tensors = AdamWTensors(*self._of(alike), _origins(operands, alike))
                 self.batches.append([Job(alike, tensors)])
             else:
-                for batch in _batches(operands, alike, most):
+                for batch in _batches(operands, alike, most or BATCH_ELEMENTS):
                     jobs = []
                     for same in batch:
                         first, origins = operands[same[0]], _origins(operands, same)
                         rows, lie = first.matrix[0], _lie(first)
                         jobs.append(Job(same, MuonBlocks(*self._of(same), rows, lie, origins)))
                     self.batches.append(jobs)
+        # Who wants fewer blocks at once has no room for two batches.
+        self.lanes = [list(range(len(self.batches)))]
+        if type(math.rule) is not AdamWRule and most is None:
+            self.lanes = dealt([_flops(operands, batch) for batch in self.batches])
 
     def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         return [self.params[place] for place in places], [self.states[place] for place in places]
@@ -71,15 +76,14 @@ class KernelPlan:
         return [blocks.outliers for blocks in jobs if isinstance(blocks, MuonBlocks)]
 
     def temporary_bytes(self) -> int:
-        """About what the largest batch of blocks needs while it is orthogonalized."""
-        sizes = [0]
+        """About what the largest batch of blocks of each lane needs while it is orthogonalized."""
+        sizes = []
         for batch in self.batches:
             blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
-            for own in blocks[:1]:
-                short, long = sorted((own.rows, own.cols))
-                # Two blocks of 16 bits, and four matrices of the short side.
-                sizes.append(sum(b.count for b in blocks) * (4 * short * long + 8 * short * short))
-        return max(sizes)
+            short, long = sorted((blocks[0].rows, blocks[0].cols)) if blocks else (0, 0)
+            # Two blocks of 16 bits, and four matrices of the short side.
+            sizes.append(sum(b.count for b in blocks) * (4 * short * long + 8 * short * short))
+        return sum(max((sizes[number] for number in lane), default=0) for lane in self.lanes)
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
         """Those of each batch, job by job; their addresses travel together."""
@@ -117,20 +121,25 @@ def update_with_kernels(
     key = index, device, len(operands), id(operands[0].state)  # a group may come in several buckets
     plan = plans.get(key)
     if plan is None or not plan.is_for(operands):
-        plan = plans[key] = KernelPlan(math, operands, most or BATCH_ELEMENTS)
+        plan = plans[key] = KernelPlan(math, operands, most)
         if math.bounds is not None:
             math.bounds.watch(index, plan.outliers())
     if not plan.batches:
         return list(operands)
     only_if = None if math.only_if is None else math.only_if.double()
     step = Step(math.scalars, math.options, math.factor, math.maximize, only_if)
-    for batch, grads in zip(plan.batches, plan.gradients(operands), strict=True):
+    grads = list(plan.gradients(operands))
+
+    def run(number: int) -> list[Tensor]:
+        batch = plan.batches[number]
         if isinstance(batch[0].tensors, AdamWTensors):
-            batch[0].tensors.step_(grads[0], step)
-            continue
+            batch[0].tensors.step_(grads[number][0], step)
+            return []
         blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
-        parts = list(zip(blocks, grads, strict=True))
-        squares = muon_(parts, step, measure=math.sizes is not None)
+        parts = list(zip(blocks, grads[number], strict=True))
+        return muon_(parts, step, measure=math.sizes is not None)
+
+    for batch, squares in zip(plan.batches, side_by_side(plan.lanes, run, device), strict=True):
         if math.sizes is not None:
             for job, of_job in zip(batch, squares, strict=True):
                 math.sizes.add(index, [operands[place] for place in job.places], of_job.double())
@@ -286,6 +295,12 @@ def _batches(
         count = max(1, most // (short * long))
         for start in range(0, len(members), count):
             yield [list(same) for _, same in groupby(members[start : start + count], kind)]
+
+
+def _flops(operands: Sequence[Operand], batch: Sequence[Job]) -> int:
+    """Of a batch, whose blocks have one shape or its transpose."""
+    count = sum(len(job.places) for job in batch)
+    return count * orthogonalize_flops(*operands[batch[0].places[0]].matrix)
 
 
 def _writes(operands: Sequence[Operand]) -> Tensor | None:

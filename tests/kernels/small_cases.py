@@ -66,7 +66,8 @@ def _coded(
 ):
     row = tl.arange(0, ROWS)[:, None]
     place = row * Q + tl.arange(0, Q)[None, :]
-    bits = small.random_bits(origins, row * Q, tl.arange(0, Q)[None, :], tl.load(steps), PLACES)
+    keys = small.keys_of(origins, tl.load(steps))
+    bits = small.random_bits(origins, row * Q, tl.arange(0, Q)[None, :], keys, PLACES)
     bits = small.signed_bits(bits) if SIGNED else small.unsigned_bits(bits)
     inside = place >= 0
     small.write_state(codes + place, inside, scales + row, row >= 0, tl.load(values + place), bits)
@@ -83,7 +84,8 @@ def _read(codes, scales, values, Q: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _narrowed(values, out, origins, steps, PLACES: tl.constexpr, SIZE: tl.constexpr):
     place = tl.arange(0, SIZE)
-    bits = small.signed_bits(small.random_bits(origins, place, 0, tl.load(steps), PLACES))
+    keys = small.keys_of(origins, tl.load(steps))
+    bits = small.signed_bits(small.random_bits(origins, place, 0, keys, PLACES))
     small.write_state(out + place, place >= 0, None, None, tl.load(values + place), bits)
 
 

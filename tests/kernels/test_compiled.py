@@ -30,7 +30,7 @@ TYPES = {
     **dict.fromkeys(["programs", "again", "flags"], "*i32"),
     **dict.fromkeys(["lr_factor", "limit", "norm_factor", "eps", "root_rows", "least"], "fp32"),
 }
-TILE = {"ROWS": 64, "COLS": 64}
+TILE = {"ROWS": 64, "COLS": 64, "TILES": 1}
 ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM"], False), "Q": 0, "PLACES": "near"}
 ON |= dict.fromkeys(["scales", "steps", "origins", "kept"])
 DTYPES = {

@@ -11,6 +11,7 @@ import torch
 import samestep
 import samestep.optimizer.recorded_step
 from samestep.kernels import choice
+from samestep.update import lanes
 from tests.gpu import needs_gpu, no_host_wait
 from tests.splits import FUSED, RATES, values
 
@@ -313,6 +314,25 @@ def test_a_block_does_not_depend_on_its_company():
         together = orthogonalize(blocks)
         alone = torch.stack([orthogonalize(block) for block in blocks])
         assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_batches_beside_each_other_give_the_same_bits(graph, monkeypatch):
+    """Three shapes, of which two share a lane; large enough to run at the same time."""
+    found = []
+    for most in (lanes.FILLED, 0.0):
+        monkeypatch.setattr(lanes, "FILLED", most)
+        net = model(width=512, layers=4)
+        net.append(torch.nn.Linear(512, 96, device="cuda"))
+        torch.nn.init.zeros_(net[-1].weight)
+        opt = samestep.MuonAdamW(net, lr=0.02, max_grad_norm=1.0, cuda_graph=graph)
+        for step in range(12):
+            give_gradients(net, step)
+            opt.step()
+        plans = opt._runner._kernel_plans.values()
+        assert max(len(plan.lanes) for plan in plans) == (2 if most else 1)
+        found.append([param.detach().clone() for param in net.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_small_blocks_are_recorded_while_other_threads_use_the_device():

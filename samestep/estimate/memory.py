@@ -15,7 +15,7 @@ import torch
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import Sharing, Spreading, Updated, windows_of
-from samestep.estimate.temporaries import RulePeaks, kernel_is_enough, kernel_peak
+from samestep.estimate.temporaries import RulePeaks, kernel_is_enough
 from samestep.estimate.walks import (
     GRADIENTS,
     Ledger,
@@ -28,9 +28,8 @@ from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
 from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
-from samestep.rules.orthogonalize import orthogonalize_flops
 from samestep.rules.state import MASTERS, math_dtype, needs_master, whole_shapes
-from samestep.update.lanes import dealt
+from samestep.update.lanes import Batch, dealt, temporary_bytes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 
 
@@ -207,21 +206,19 @@ def _run_rules(
             stacked[shape, param.dtype, master] += 1
         asked = blueprint.optimizer._steps.batch_elements
         at_once = asked or (STACK_ELEMENTS if on_cpu else BATCH_ELEMENTS)
-        batches: list[tuple[int, float]] = []  # bytes and operations of the kernels' batches
-        for (shape, dtype, master), total in stacked.items():
-            count = min(total, max(1, at_once // max(1, prod(shape))))  # a part may be empty
+        batches: list[Batch] = []
+        for (shape, dtype, master), count in stacked.items():
+            count = min(count, max(1, at_once // max(1, prod(shape))))  # a part may be empty
             if rule_of(group).kind == "elementwise":
                 by_kernel = not on_cpu and kernel_is_enough(group)
                 size = 0 if by_kernel else peaks.slice(prod(shape), dtype, master=master)
-            else:
+            elif on_cpu:
                 rows, cols = shape
-                if on_cpu:
-                    size = peaks.stack(count, (rows, cols), dtype, master=master)
-                else:
-                    size = kernel_peak(count, rows, cols)
-                    batches.append((size, total * orthogonalize_flops(rows, cols)))
+                size = peaks.stack(count, (rows, cols), dtype, master=master)
+            else:
+                batches.append(Batch(count, *shape))
+                continue
             most = max(most, size)
-        if batches and asked is None:
-            lanes = dealt([flops for _, flops in batches])
-            most = sum(max((batches[number][0] for number in lane), default=0) for lane in lanes)
+        lanes = dealt(batches, sparing=asked is not None)
+        most = max(most, temporary_bytes(batches, lanes))
         ledger.passing(clipped + most)

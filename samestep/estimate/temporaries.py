@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented; the on
 from torch.utils._pytree import tree_leaves
 
 from samestep.groups.param_groups import rule_of
-from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Rule
 from samestep.rules.state import math_dtype, state_shapes, stored_tensors
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
@@ -131,18 +130,6 @@ class RulePeaks:
 
 
 _known: dict[object, int] = {}
-
-
-def kernel_peak(count: int, rows: int, cols: int) -> int:
-    """Of the kernels on a GPU: directions in and out, and squares, in 16 bits.
-
-    Seven squares on the Gram matrix, two step by step: counted from `kernels/orthogonalize.py`.
-    Receipts of `samestep bench step` have 1,966,083,072 and 6,039,801,344 bytes for gpt-1280 and
-    gpt-2048, and this gives 3,072 and 3,840 less.
-    """
-    short, long = sorted((rows, cols))
-    squares = 7 if cheaper_execution(rows, cols) == "gram" else 2
-    return 2 * count * (2 * short * long + squares * short * short)
 
 
 def kernel_is_enough(group: Mapping[str, Any]) -> bool:

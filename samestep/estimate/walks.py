@@ -14,12 +14,13 @@ import torch
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
-from samestep.estimate.temporaries import RulePeaks, kernel_peak
+from samestep.estimate.temporaries import RulePeaks
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment
 from samestep.plan.transfers import Traffic, Transfer, divides_first
+from samestep.update.lanes import Batch
 
 GRADIENTS, BUFFERS, TEMPORARIES = "gradients", "buffers", "temporaries"
 
@@ -380,7 +381,8 @@ class SpreadingWalk(Walk):
                 peaks = RulePeaks(group, on_cpu=True)
                 size = peaks.transform(len(routes), (rows, cols), wide)
             else:
-                size = kernel_peak(len(routes), rows, cols) + len(routes) * rows * cols * 4
+                batch = Batch(len(routes), rows, cols)
+                size = batch.temporary_bytes + batch.count * rows * cols * 4
             self._ledger.passing(size)
             done += len(routes) * rows * cols * wide.itemsize
             self._add("directions", number, done)

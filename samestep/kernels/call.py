@@ -28,7 +28,7 @@ WIDE = 256  # columns of the tile, as large, of a block that is not turned
 # for some of them to compute while others wait for memory.
 SMALL_CHUNK, SMALL_WARPS = 1024, 4
 CODED_TILE, CODED_WARPS = 2048, 4  # elements of a tile as wide as a block of codes
-SEVERAL = 4  # tiles of one program
+SEVERAL = 4  # tiles of one program without codes, which begins with a hash of seed and step
 
 
 T = TypeVar("T")

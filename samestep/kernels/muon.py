@@ -314,8 +314,7 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
         aligned = grads.aligned and blocks.momenta.aligned and blocks.lie is None
         dtypes, rounding = (grads.dtype, blocks.state_dtype), blocks.rounding
     cut = tiled(0 if rounding is None else rounding.block, turned=blocks.tall)
-    # What rounding at random has to find out first serves several tiles.
-    several = 1 if rounding is None else call.SEVERAL
+    several = 1 if rounding is None or rounding.block else call.SEVERAL
     programs = -(-_tiles(blocks, directions, cut) // several)
     sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
 

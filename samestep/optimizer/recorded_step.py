@@ -22,7 +22,7 @@ from samestep.update.triton import KernelPlan, reason_against
 
 ROOM = 1 << 16  # addresses, of all tables of a graph
 MOST = 4  # recordings: where steps differ that often, a graph is not worth its while
-SHARE = 1 / 50  # of the device's memory, which a graph that nobody asked for may keep
+SHARE = 1 / 25  # of the device's memory, which a graph that nobody asked for may keep
 
 
 class StepShape(NamedTuple):

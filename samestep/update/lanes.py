@@ -1,31 +1,68 @@
 """Batches of blocks beside each other, on two streams of a GPU.
 
 The last tiles of a product leave most of a GPU idle, and passes over memory all of its matrix
-units: a second batch has work for both. Large batches fill a GPU by themselves for so long that it
-is not worth the memory of two.
+units: a second batch has work for both. It needs memory of its own, though, and large batches fill
+a GPU by themselves for so long that nothing is won: those run one after the other.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 import torch
 
+from samestep.rules.orthogonalize import cheaper_execution, orthogonalize_flops
+
 T = TypeVar("T")
 
 LANES = 2
-FILLED = 2e13  # floating-point operations of all batches: on an H200 no more is won from here on
+MOST = 4_000_000_000  # bytes of temporary memory of all lanes: more is not worth its while
 
 
-def dealt(flops: Sequence[float]) -> list[list[int]]:
-    """The numbers of batches that run one after the other, lane by lane, most work first."""
-    order = sorted(range(len(flops)), key=lambda number: -flops[number])
-    if len(flops) < LANES or sum(flops) > FILLED:
-        return [list(range(len(flops)))]
+@dataclass(frozen=True)
+class Batch:
+    """Blocks of one shape, or of its transpose, that are orthogonalized together."""
+
+    count: int
+    rows: int
+    cols: int
+
+    @property
+    def flops(self) -> int:
+        return self.count * orthogonalize_flops(self.rows, self.cols)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Directions in and out, and squares, in 16 bits: seven on the Gram matrix, else two.
+
+        Counted from `kernels/orthogonalize.py`. Receipts of `samestep bench step` before there were
+        lanes have 1,966,083,072 and 6,039,801,344 bytes for gpt-1280 and gpt-2048, and the largest
+        batches give 3,072 and 3,840 less.
+        """
+        short, long = sorted((self.rows, self.cols))
+        squares = 7 if cheaper_execution(self.rows, self.cols) == "gram" else 2
+        return 2 * self.count * (2 * short * long + squares * short * short)
+
+
+def dealt(batches: Sequence[Batch], *, sparing: bool = False) -> list[list[int]]:
+    """The numbers of batches that run one after the other, lane by lane, most work first.
+
+    sparing: in one lane, since memory is short.
+    """
+    flops = [batch.flops for batch in batches]
     lanes: list[list[int]] = [[] for _ in range(LANES)]
-    for number in order:
+    for number in sorted(range(len(batches)), key=lambda number: -flops[number]):
         min(lanes, key=lambda lane: sum(flops[own] for own in lane)).append(number)
+    if sparing or not all(lanes) or temporary_bytes(batches, lanes) > MOST:
+        return [list(range(len(batches)))]
     return lanes
+
+
+def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) -> int:
+    """What all lanes need at once: what one has given back is not free for another."""
+    sizes = [batch.temporary_bytes for batch in batches]
+    return sum(max((sizes[number] for number in lane), default=0) for lane in lanes)
 
 
 def side_by_side(

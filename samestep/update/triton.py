@@ -16,10 +16,10 @@ from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.noise import Origin
-from samestep.rules.orthogonalize import kernels_run, orthogonalize_flops, step_coefficients
+from samestep.rules.orthogonalize import kernels_run, step_coefficients
 from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, code_dtype
-from samestep.update.lanes import dealt, side_by_side
+from samestep.update.lanes import Batch, dealt, side_by_side, temporary_bytes
 from samestep.update.plain import BATCH_ELEMENTS, GroupMath, Operand
 
 
@@ -52,10 +52,7 @@ class KernelPlan:
                         rows, lie = first.matrix[0], _lie(first)
                         jobs.append(Job(same, MuonBlocks(*self._of(same), rows, lie, origins)))
                     self.batches.append(jobs)
-        # Who wants fewer blocks at once has no room for two batches.
-        self.lanes = [list(range(len(self.batches)))]
-        if type(math.rule) is not AdamWRule and most is None:
-            self.lanes = dealt([_flops(operands, batch) for batch in self.batches])
+        self.lanes = dealt(self._blocks(), sparing=most is not None)
 
     def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         return [self.params[place] for place in places], [self.states[place] for place in places]
@@ -76,14 +73,17 @@ class KernelPlan:
         return [blocks.outliers for blocks in jobs if isinstance(blocks, MuonBlocks)]
 
     def temporary_bytes(self) -> int:
-        """About what the largest batch of blocks of each lane needs while it is orthogonalized."""
-        sizes = []
+        """About what blocks need while they are orthogonalized."""
+        return temporary_bytes(self._blocks(), self.lanes)
+
+    def _blocks(self) -> list[Batch]:
+        """Of each batch; AdamW's have none."""
+        found = []
         for batch in self.batches:
             blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
-            short, long = sorted((blocks[0].rows, blocks[0].cols)) if blocks else (0, 0)
-            # Two blocks of 16 bits, and four matrices of the short side.
-            sizes.append(sum(b.count for b in blocks) * (4 * short * long + 8 * short * short))
-        return sum(max((sizes[number] for number in lane), default=0) for lane in self.lanes)
+            shape = (blocks[0].rows, blocks[0].cols) if blocks else (0, 0)
+            found.append(Batch(sum(own.count for own in blocks), *shape))
+        return found
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
         """Those of each batch, job by job; their addresses travel together."""
@@ -295,12 +295,6 @@ def _batches(
         count = max(1, most // (short * long))
         for start in range(0, len(members), count):
             yield [list(same) for _, same in groupby(members[start : start + count], kind)]
-
-
-def _flops(operands: Sequence[Operand], batch: Sequence[Job]) -> int:
-    """Of a batch, whose blocks have one shape or its transpose."""
-    count = sum(len(job.places) for job in batch)
-    return count * orthogonalize_flops(*operands[batch[0].places[0]].matrix)
 
 
 def _writes(operands: Sequence[Operand]) -> Tensor | None:

@@ -13,10 +13,10 @@ from samestep.estimate.blueprint import blueprint
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
-from samestep.estimate.temporaries import kernel_peak
 from samestep.placements.registry import local_of
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.sharded_training import new_training
+from samestep.update.lanes import Batch
 from tests.counting_group import CountingGroup
 from tests.estimate.layouts import SHAPES, Large, blueprint_of, some_on
 from tests.memory import peak_bytes
@@ -24,6 +24,7 @@ from tests.ranks import run_forked
 from tests.soak import SOAK
 
 SHARED = ("zero2", "flat_zero1")
+MUON = {"rule": "muon"}
 
 
 def storages(tensors):
@@ -153,9 +154,26 @@ def test_a_gpu_orthogonalizes_so_many_elements_at_once():
         plan = blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
         return rank_memory(plan, 0).temporaries
 
-    assert temporaries(None) == kernel_peak(8, 64, 64)
-    assert temporaries(3 * 64 * 64) == kernel_peak(3, 64, 64)
-    assert temporaries(1) == kernel_peak(1, 64, 64)
+    assert temporaries(None) == Batch(8, 64, 64).temporary_bytes
+    assert temporaries(3 * 64 * 64) == Batch(3, 64, 64).temporary_bytes
+    assert temporaries(1) == Batch(1, 64, 64).temporary_bytes
+
+
+def test_a_gpu_needs_room_for_two_batches_beside_each_other():
+    """Unless fewer elements at once were asked for."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, out) for out in (64, 64, 64, 64, 256, 32)))
+
+    def temporaries(most):
+        optimizer = samestep.MuonAdamW(model, batch_elements=most, overrides={"*": MUON})
+        plan = blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
+        return rank_memory(plan, 0).temporaries
+
+    squares, long, small = Batch(4, 64, 64), Batch(1, 64, 256), Batch(1, 32, 64)
+    assert squares.flops > long.flops + small.flops
+    both = squares.temporary_bytes + long.temporary_bytes
+    assert temporaries(None) == both > temporaries(1 << 30)
+    assert temporaries(1 << 30) == max(b.temporary_bytes for b in (squares, long, small))
 
 
 def test_more_ranks_than_a_parameter_has_rows():

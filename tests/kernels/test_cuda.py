@@ -320,8 +320,8 @@ def test_a_block_does_not_depend_on_its_company():
 def test_batches_beside_each_other_give_the_same_bits(graph, monkeypatch):
     """Three shapes, of which two share a lane; large enough to run at the same time."""
     found = []
-    for most in (lanes.FILLED, 0.0):
-        monkeypatch.setattr(lanes, "FILLED", most)
+    for most in (lanes.MOST, 0):
+        monkeypatch.setattr(lanes, "MOST", most)
         net = model(width=512, layers=4)
         net.append(torch.nn.Linear(512, 96, device="cuda"))
         torch.nn.init.zeros_(net[-1].weight)

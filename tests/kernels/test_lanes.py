@@ -6,17 +6,34 @@ import pytest
 import torch
 
 from samestep.update import lanes
-from samestep.update.lanes import FILLED, dealt, side_by_side
+from samestep.update.lanes import Batch, dealt, side_by_side, temporary_bytes
+
+
+def of(*counts):
+    return [Batch(count, 64, 64) for count in counts]
 
 
 def test_work_is_divided_evenly():
-    assert dealt([4.0, 1.0, 2.0, 1.5]) == [[0], [2, 3, 1]]
-    assert dealt([1.0, 5.0, 4.0]) == [[1], [2, 0]]
+    assert dealt(of(40, 10, 20, 15)) == [[0], [2, 3, 1]]
+    assert dealt(of(1, 5, 4)) == [[1], [2, 0]]
+    assert dealt([Batch(4, 64, 64), Batch(1, 256, 256), Batch(4, 64, 64)]) == [[1], [0, 2]]
 
 
-@pytest.mark.parametrize("flops", [[], [1e12], [0.6 * FILLED, 0.6 * FILLED]])
-def test_what_fills_a_gpu_by_itself_runs_in_order(flops):
-    assert dealt(flops) == [list(range(len(flops)))]
+@pytest.mark.parametrize("batches", [[], of(3), of(0, 0), of(200_000, 200_000)])
+def test_batches_run_in_order_where_nothing_is_won(batches):
+    """None, one, AdamW's, and such as need too much memory: these would fill a GPU."""
+    assert dealt(batches) == [list(range(len(batches)))]
+
+
+def test_who_has_little_memory_runs_one_batch_at_a_time():
+    assert dealt(of(4, 4), sparing=True) == [[0, 1]]
+
+
+def test_each_lane_has_memory_of_its_own():
+    batches = of(5, 4, 3)
+    sizes = [batch.temporary_bytes for batch in batches]
+    assert temporary_bytes(batches, [[0], [1, 2]]) == sizes[0] + sizes[1]
+    assert temporary_bytes(batches, [[0, 1, 2]]) == sizes[0]
 
 
 def test_without_streams_everything_runs():

@@ -315,7 +315,7 @@ class _Held(NamedTuple):
         return [MatrixView(value, state, None, None if where is None else where.origin())]
 
     def cut(self, part: Part, grad: Tensor) -> Sequence[Tensor]:
-        """The gradient likewise."""
+        """The gradient of what `views` gives, in the same order."""
         if self.block is None:
             if part.is_whole:
                 return [grad if grad.ndim else grad.view(1)]

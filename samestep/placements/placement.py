@@ -65,7 +65,7 @@ class Placement:
         raise NotImplementedError
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
-        """No gradient comes any more."""
+        """The step begins with this state: no gradient comes any more."""
         self._state = state
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
@@ -129,14 +129,14 @@ class Placement:
                     yield operand.grad
 
     def drop_gradients(self, number: int) -> None:
-        """The bucket is updated."""
+        """Free the averaged gradients of a bucket: it is updated."""
 
     def present(self) -> Iterable[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
         raise NotImplementedError
 
     def finish_step(self) -> None:
-        """Everything was taken and placed."""
+        """The step ends: everything was updated, gathered and placed."""
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""

@@ -113,7 +113,7 @@ class MeshParts:
         self.exchange = BlockExchange(self.blocks, distribution)
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """Make what needs state: tables of kernels, and the refusal of rules without stages."""
+        """There is state now: refuse rules without stages, make what blocks need to travel."""
         for spec in self.specs:
             refuse_unstaged(spec, groups[spec.group])
         self.blocks.groups = groups

@@ -50,7 +50,7 @@ Run = Callable[[Tensor, Sequence[Coefficients]], Tensor]
 
 
 class Combination(NamedTuple):
-    """What is tried."""
+    """A way to orthogonalize: polynomial, execution, and dtype."""
 
     polynomial: str
     execution: Execution
@@ -74,7 +74,7 @@ class Worst:
 
 @dataclass
 class Result:
-    """Of one combination."""
+    """What one combination came to on all blocks."""
 
     name: str
     blocks: int = 0

@@ -182,7 +182,7 @@ def make_batch(shape: Shape, device: torch.device) -> Tensor:
 
 
 class Measurement(Contest[Result]):
-    """One shape."""
+    """The contestants on one batch of matrices, in turns."""
 
     shown = Result
 
@@ -238,7 +238,7 @@ MEAN = 1.2
 
 
 class Lead(NamedTuple):
-    """On one shape."""
+    """How far ours is ahead of the best peer on one shape."""
 
     shape: Shape
     best_peer: str

@@ -19,7 +19,7 @@ from samestep.checkpoint.foreign.conventions import checked, with_preset, with_s
 from samestep.checkpoint.formats import FORMATS, open_checkpoint, own_name
 from samestep.checkpoint.logical import MODEL, Pieces, empty_pieces, name_and_key
 from samestep.checkpoint.ranks import Ranks, plan_locally
-from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
+from samestep.checkpoint.saving import Prepared, SaveRequest, Seen, facts_of, write
 from samestep.checkpoint.sources import Given, Names, Part, Source
 from samestep.checkpoint.storage import INDEX, CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
@@ -220,7 +220,7 @@ def _write(source: Source, path: Path, name: str) -> None:
         return source.read(MetadataIndex(own, item.index.offset))
 
     plan = target.plan(planner, {}, ranks)
-    request = Request(path, None, None, source.extra, None, name)
+    request = SaveRequest(path, None, None, source.extra, None, name)
     unfinished = folder.Unfinished(path)
     seen = Seen(planner, planner.state_dict, facts)
     write(Prepared(request, ranks, unfinished, seen, plan), read)

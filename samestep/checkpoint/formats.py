@@ -53,7 +53,7 @@ SUM = f"{INDEX}.sha256"
 
 
 class Here(NamedTuple):
-    """Who wants to load."""
+    """The rank that wants to load, and the lines of its layout."""
 
     rank: int
     size: int

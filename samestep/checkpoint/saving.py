@@ -31,7 +31,7 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.version import __version__
 
 
-class Request(NamedTuple):
+class SaveRequest(NamedTuple):
     """What is to be saved, and where."""
 
     path: Path
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 class Prepared(NamedTuple):
     """A save of which nothing is written yet, but that can be."""
 
-    request: Request
+    request: SaveRequest
     ranks: Ranks
     unfinished: Unfinished | None  # on the first rank
     seen: Seen
@@ -100,14 +100,14 @@ def save(
         CheckpointError: On all ranks, with nothing left behind: training can go on.
     """
     finish_background()
-    request = Request(Path(path), model, optimizer, extra, keep, own_name(format))
+    request = SaveRequest(Path(path), model, optimizer, extra, keep, own_name(format))
     ranks = all_ranks(f"save of {path}")
     prepared = prepare(request, ranks, lambda: look(request, ranks.size))
     write(prepared, partial(value_in, prepared.seen.state_dict))
     return request.path
 
 
-def look(request: Request, ranks: int) -> Seen:
+def look(request: SaveRequest, ranks: int) -> Seen:
     """What this rank has to save, as views; raises if it cannot be saved."""
     if request.keep is not None and request.keep < 1:
         raise CheckpointError(f"keep must be at least 1, got {request.keep}")
@@ -131,7 +131,7 @@ def look(request: Request, ranks: int) -> Seen:
 
 
 def prepare(
-    request: Request, ranks: Ranks, see: Callable[[], Seen], before: WritePlan | None = None
+    request: SaveRequest, ranks: Ranks, see: Callable[[], Seen], before: WritePlan | None = None
 ) -> Prepared:
     """Everything that can go wrong before something is written. Collective.
 
@@ -303,7 +303,7 @@ def async_save(
     """
     global _running
     finish_background()
-    request = Request(Path(path), model, optimizer, extra, keep, own_name(format))
+    request = SaveRequest(Path(path), model, optimizer, extra, keep, own_name(format))
     ranks = _own_group(f"save of {path}")
     staging = _staging_of(optimizer if optimizer is not None else model)
     plan = planned = None
@@ -331,7 +331,7 @@ def async_save(
     return _running
 
 
-class Staging:
+class HostCopies:
     """Copies on the host of what a rank writes, and the plan that says what that is."""
 
     def __init__(self) -> None:
@@ -377,15 +377,15 @@ def _raise(error: Exception, _: WriteItem) -> Tensor:
     raise error
 
 
-_stagings: "WeakKeyDictionary[object, Staging]" = WeakKeyDictionary()
+_stagings: "WeakKeyDictionary[object, HostCopies]" = WeakKeyDictionary()
 _groups: "WeakKeyDictionary[dist.ProcessGroup, RankGroup]" = WeakKeyDictionary()
 
 
-def _staging_of(owner: object) -> Staging:
+def _staging_of(owner: object) -> HostCopies:
     """That of an optimizer, or of a model without one; it lives as long as they do."""
     if owner is None:
-        return Staging()
-    return _stagings.setdefault(owner, Staging())
+        return HostCopies()
+    return _stagings.setdefault(owner, HostCopies())
 
 
 def _own_group(task: str) -> Ranks:

@@ -66,13 +66,13 @@ class Collected:
         return name in self._found
 
     def add(self, name: str, tensor: Tensor, origin: str) -> None:
-        """A whole tensor."""
+        """Add a tensor that is whole in one file."""
         self.add_boxes(name, tensor.shape, tensor.dtype, [whole_box(tensor)], origin)
 
     def add_range(
         self, name: str, shape: torch.Size, start: int, values: Tensor, origin: str
     ) -> None:
-        """A range of the flattened tensor."""
+        """Add a range of a tensor that was saved flattened."""
         held = held_range(tuple(shape), start, values.reshape(-1)) if len(values) else ()
         self.add_boxes(name, shape, values.dtype, held, origin)
 

@@ -39,7 +39,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file and the way out."""
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Where a box is stored."""
 
     file: str
@@ -56,7 +56,7 @@ class WritePlan(NamedTuple):
     metadata: Metadata
 
 
-Places = dict[MetadataIndex, Place]
+Places = dict[MetadataIndex, FileRange]
 Values = Callable[[WriteItem], Tensor]
 
 
@@ -81,7 +81,7 @@ def write_boxes(
                 tensor = tensor.cpu()
             own_sum = beside.submit(checksum, tensor)
             start, size = _append(file, tensor)
-            places[item.index] = Place(name, start, size, int(own_sum.result()))
+            places[item.index] = FileRange(name, start, size, int(own_sum.result()))
         os.fsync(file.fileno())
     return places
 
@@ -165,7 +165,7 @@ class Index:
         for name, entry in self.content["tensors"].items():
             for box in entry["boxes"]:
                 index = MetadataIndex(name, box["offsets"])
-                self.places[index] = Place(*(box[field] for field in Place._fields))
+                self.places[index] = FileRange(*(box[field] for field in FileRange._fields))
                 self._sizes[index] = box["sizes"]
             boxes = [(box["offsets"], box["sizes"]) for box in entry["boxes"]]
             self.tensors[name] = in_boxes(entry["shape"], DTYPES[entry["dtype"]], boxes)
@@ -233,11 +233,11 @@ class Files:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
 
-    def bytes_of(self, place: Place) -> Tensor:
+    def bytes_of(self, place: FileRange) -> Tensor:
         """The bytes of a box; a view of the file."""
         return self._between(place.file, place.start, place.start + place.size)
 
-    def padding_of(self, place: Place) -> Tensor:
+    def padding_of(self, place: FileRange) -> Tensor:
         """The bytes from its end to the next multiple of the alignment."""
         end = place.start + place.size
         return self._between(place.file, end, end + -end % ALIGNMENT)

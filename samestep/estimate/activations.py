@@ -212,7 +212,7 @@ class LayerMemory:
 
     @property
     def stages(self) -> int:
-        """Of the whole pipeline."""
+        """How many stages the whole pipeline has."""
         return self.degrees.pp * self.batch.stages_per_rank
 
     def stage_layers(self) -> list[range]:

@@ -132,7 +132,7 @@ class OwnerChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """Of one pipeline stage."""
+    """What the plan of one pipeline stage chose: its buckets, and who owns blocks."""
 
     buckets: list[BucketChoice]
     owners: OwnerChoice | None  # None: no matrix rule, or every rank computes every block

@@ -68,11 +68,11 @@ class Collective:
         return self._first.levels
 
     def of(self, place_among: int) -> Transfer | None:
-        """That of the ranks at a place in `among`."""
+        """What the ranks at a place in `among` send."""
         return self.transfers[place_among if self.among is not None else 0]
 
     def of_rank(self, rank: int, grid: Grid) -> Transfer | None:
-        """That of a rank."""
+        """What a rank of the grid sends."""
         return self.of(0 if self.among is None else grid.place(rank, self.among))
 
     def sent_by_all(self) -> Tensor:
@@ -247,7 +247,7 @@ class Launches:
             yield Collective(tuple(sums), over, among=others)
 
     def _held_by(self, spreading: Spreading, params: Sequence[int], rank: int) -> int:
-        """Elements of some parameters."""
+        """How many elements of some parameters a rank holds."""
         place = self._blueprint.grid.place(rank, spreading.peers)
         return sum(spreading.held[param].boxes[place].numel for param in params)
 

@@ -53,7 +53,7 @@ class RankMemory(NamedTuple):
 
     @property
     def stays(self) -> int:
-        """Between steps, gradients apart."""
+        """What is alive between steps, without gradients."""
         return self.parameters + self.main_parameters + self.state + self.staging
 
     @property
@@ -66,7 +66,7 @@ class RankMemory(NamedTuple):
         return self.stays + self.gradients_then + self.in_flight
 
     def at(self, then: Then) -> "RankMemory":
-        """With another moment."""
+        """The same rank at another moment of the step."""
         return self._replace(
             gradients_then=then.gradients, buffers=then.buffers, temporaries=then.temporaries
         )

@@ -148,7 +148,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer."""
+    """A transformer layer: norms, attention, and an MLP or experts."""
 
     def __init__(self, shape: Shape, number: int) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Elements."""
+        """How many elements all parameters have."""
         return sum(param.numel() for param in self.module.parameters())
 
     @property

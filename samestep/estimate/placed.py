@@ -77,7 +77,7 @@ class Sharing:
 
     @property
     def specs(self) -> tuple[ParamSpec, ...]:
-        """In order of use."""
+        """The parameters, in the order in which forward uses them."""
         return self.plan.params
 
     @cached_property

@@ -77,7 +77,7 @@ def batch_of(job: Job) -> Batch:
 
 
 def points(job: Job) -> Iterator[Point]:
-    """One after the other."""
+    """The plan on every number of ranks, one after the other."""
     numbers, batch = numbers_of_ranks(job.degrees, RANKS), batch_of(job)
     for ranks in numbers:
         divided = replace(batch, tokens=max(1, batch.tokens * numbers[0] // ranks))

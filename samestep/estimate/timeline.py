@@ -481,7 +481,7 @@ class _Simulator:
         self._spend(share * self._grid.spread(work.seconds(self._hardware), peers))
 
     def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
-        """Read or written."""
+        """Spend the time that reading or writing so many bytes takes each peer."""
         self._spend(self._grid.spread(per_peer / self._hardware.bytes_rate, peers))
 
     def _launch(self, kind: str, about: object, operation: Operation) -> None:

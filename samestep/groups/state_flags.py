@@ -28,5 +28,5 @@ def state_dtypes_of(word: StateWord, *, remainders: bool = False) -> dict[str, A
 
 
 def offload_of(word: OffloadWord) -> Offload | None:
-    """The option `offload`."""
+    """The option `offload` of an optimizer, from a word of a flag."""
     return None if word == "none" else word

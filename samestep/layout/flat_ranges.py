@@ -270,5 +270,5 @@ def _shared_size(size: int, ranks: int, alignment: int, least: int) -> int:
 
 
 def rounded_up(number: int, divisor: int) -> int:
-    """To a multiple."""
+    """The smallest multiple of `divisor` that is not below a number."""
     return -(-number // divisor) * divisor

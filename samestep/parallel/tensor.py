@@ -81,7 +81,7 @@ class _Gathered(torch.autograd.Function):
         return own.contiguous(), None
 
 
-class Copies(ParallelStyle):
+class CopiedModule(ParallelStyle):
     """A module with the same parameters on every rank, which takes and gives plain tensors.
 
     Ranks work on parts of their own (`own_part`; gradients of parameters are then parts of a sum,
@@ -129,8 +129,8 @@ def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, Par
         "branches": WholeInput(stream),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=stream),
-        "on_stream": Copies(own_part=shared),
-        "on_heads": Copies(own_part=True),
+        "on_stream": CopiedModule(own_part=shared),
+        "on_heads": CopiedModule(own_part=True),
         "head": Vocabulary(input_layouts=stream),
     }
     for part, style in styles.items():

@@ -15,7 +15,7 @@ from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
-from samestep.placements.windows import Part, Unit, home_of
+from samestep.placements.windows import Unit, WindowPart, home_of
 from samestep.plan.schedule import PlacementShape, Stage, WindowId
 from samestep.rules.state import (
     MASTER,
@@ -294,7 +294,7 @@ class _Held(NamedTuple):
     stored: StoredTensors
     where: Whereabouts | None  # of the parameter, if some of its state is rounded at random
 
-    def views(self, part: Part | None, state: State) -> list[MatrixView]:
+    def views(self, part: WindowPart | None, state: State) -> list[MatrixView]:
         """The matrices of a block, or elements of a parameter, with state that lies or has come.
 
         `part`: of a window of state; None: all of it.
@@ -314,8 +314,8 @@ class _Held(NamedTuple):
             where = None if where is None else where.stretch(part.start, part.stop)
         return [MatrixView(value, state, None, None if where is None else where.origin())]
 
-    def cut(self, part: Part, grad: Tensor) -> Sequence[Tensor]:
-        """The gradient likewise."""
+    def cut(self, part: WindowPart, grad: Tensor) -> Sequence[Tensor]:
+        """The gradient of what `views` gives, in the same order."""
         if self.block is None:
             if part.is_whole:
                 return [grad if grad.ndim else grad.view(1)]

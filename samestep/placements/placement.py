@@ -11,7 +11,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, whole_box
-from samestep.placements.windows import Part, Unit, Windows
+from samestep.placements.windows import Unit, WindowPart, Windows
 from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, Stage, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
@@ -19,7 +19,7 @@ from samestep.rules.stored import REMAINDER_KEY
 from samestep.update.offload import Staging
 from samestep.update.plain import GroupMaths, Operand, scale
 
-Arrived = Callable[[WindowId], list[tuple[Part, State]]]
+Arrived = Callable[[WindowId], list[tuple[WindowPart, State]]]
 
 
 class PlanMembers(NamedTuple):
@@ -65,7 +65,7 @@ class Placement:
         raise NotImplementedError
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
-        """No gradient comes any more."""
+        """The step begins with this state: no gradient comes any more."""
         self._state = state
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
@@ -115,7 +115,7 @@ class Placement:
         sizes = self.shape.chunk_windows
         return self.arrived if sizes and sizes[operation.bucket.bucket] else None
 
-    def arrived(self, window: WindowId) -> list[tuple[Part, State]]:
+    def arrived(self, window: WindowId) -> list[tuple[WindowPart, State]]:
         """Wait for a window of state."""
         assert self.windows is not None
         assert self.staging is not None
@@ -129,14 +129,14 @@ class Placement:
                     yield operand.grad
 
     def drop_gradients(self, number: int) -> None:
-        """The bucket is updated."""
+        """Free the averaged gradients of a bucket: it is updated."""
 
     def present(self) -> Iterable[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
         raise NotImplementedError
 
     def finish_step(self) -> None:
-        """Everything was taken and placed."""
+        """The step ends: everything was updated, gathered and placed."""
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samestep.plan.schedule import Fetch, Stage, WindowId
-from samestep.plan.windows import Cut, TensorSize, UnitSize, window_bytes, windows
+from samestep.plan.windows import TensorSize, UnitRange, UnitSize, window_bytes, windows
 from samestep.rules.state import State
 from samestep.update.offload import Staging
 
@@ -77,7 +77,7 @@ class Unit(NamedTuple):
         return UnitSize(self.elements, tensors, self.may_be_cut)
 
 
-class Part(NamedTuple):
+class WindowPart(NamedTuple):
     """A unit in a window, or a range of it: what comes, and what goes back to the host."""
 
     unit: Unit
@@ -95,7 +95,7 @@ class Windows:
     """The windows of a placement, by what they are needed for; those of chunks are never cut."""
 
     def __init__(self, units: Mapping[tuple[Stage, int], Sequence[Unit]]) -> None:
-        self._parts: dict[tuple[Stage, int, int], list[Part]] = {}
+        self._parts: dict[tuple[Stage, int, int], list[WindowPart]] = {}
         self._sizes: dict[tuple[Stage, int], tuple[int, ...]] = {}
         self._made: dict[tuple[WindowId, int], tuple[tuple[object, ...], Any]] = {}
         for (stage, bucket), own in units.items():
@@ -120,7 +120,7 @@ class Windows:
         home, back = [part.comes for part in parts], [part.goes_back for part in parts]
         staging.fetch(operation.window, operation.slot, home, back, wanted)
 
-    def arrived(self, window: WindowId, staging: Staging) -> list[tuple[Part, State]]:
+    def arrived(self, window: WindowId, staging: Staging) -> list[tuple[WindowPart, State]]:
         """Wait for a window: its parts, each with its state on the device."""
         return list(zip(self.parts(window), staging.arrived(window), strict=True))
 
@@ -134,19 +134,19 @@ class Windows:
         found: T = known[1]
         return found
 
-    def parts(self, window: WindowId) -> list[Part]:
+    def parts(self, window: WindowId) -> list[WindowPart]:
         """What is in a window."""
         return self._parts[window.stage, window.bucket.bucket, window.number]
 
 
-def _part(unit: Unit, cut: Cut) -> Part:
+def _part(unit: Unit, cut: UnitRange) -> WindowPart:
     """A number that a unit has, such as its count of steps, goes back with its last range alone.
 
     Those before would change it for those after: each range begins with the number of last time.
     """
     _, start, stop, is_last = cut
     if stop - start == unit.elements:
-        return Part(unit, start, stop, unit.state, unit.state)
+        return WindowPart(unit, start, stop, unit.state, unit.state)
     comes: State = {}
     goes_back: State = {}
     for key, tensor in unit.state.items():
@@ -158,4 +158,4 @@ def _part(unit: Unit, cut: Cut) -> Part:
             comes[key] = tensor
         if is_cut or is_last:
             goes_back[key] = comes[key]
-    return Part(unit, start, stop, comes, goes_back)
+    return WindowPart(unit, start, stop, comes, goes_back)

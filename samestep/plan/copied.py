@@ -21,7 +21,7 @@ from torch import Tensor
 _BITS = 62  # of a number, which has a sign
 
 
-class Difference(NamedTuple):
+class LackedGradient(NamedTuple):
     """A parameter of which one rank has a whole gradient, and another one with a copy has not."""
 
     param: int
@@ -67,7 +67,7 @@ class CopiedAlong(NamedTuple):
             votes[1, line, word] = (largest - bits) * self.ranks + place
         return votes.view(-1)
 
-    def difference(self, votes: Tensor) -> Difference | None:
+    def difference(self, votes: Tensor) -> LackedGradient | None:
         """The first one in the largest votes of all ranks; None: they agree."""
         largest = (1 << self._bits) - 1
         highest, lowest = votes.view(2, -1)
@@ -79,7 +79,7 @@ class CopiedAlong(NamedTuple):
         at = int(found[0])
         first = self._bits - (int(bits[at]) ^ int(fewest[at])).bit_length()
         param = self.params[at % self._words * self._bits + first]
-        return Difference(param, int(places[at]), int(others[at]))
+        return LackedGradient(param, int(places[at]), int(others[at]))
 
 
 def copied_along(

@@ -28,7 +28,7 @@ from samestep.plan.sharding import (
 from samestep.rules.orthogonalize import block_flops
 
 
-class Place(NamedTuple):
+class FlatPlace(NamedTuple):
     """Where a parameter lies: from `start` on in a bucket."""
 
     bucket: int
@@ -69,13 +69,13 @@ def plan_flat(
     return ShardingPlan(tuple(params), ranks, in_launch_order(buckets))
 
 
-def places(plan: ShardingPlan) -> list[Place | None]:
+def places(plan: ShardingPlan) -> list[FlatPlace | None]:
     """Where each parameter lies; None for one without elements or blocks."""
-    found: list[Place | None] = [None] * len(plan.params)
+    found: list[FlatPlace | None] = [None] * len(plan.params)
     for number, bucket in enumerate(plan.buckets):
         for piece, start in bucket.places():
             if found[piece.param] is None:
-                found[piece.param] = Place(number, start - piece.start)
+                found[piece.param] = FlatPlace(number, start - piece.start)
     return found
 
 

@@ -93,7 +93,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Segment":
-        """Without gaps."""
+        """A segment of pieces that lie end to end."""
         if not pieces:
             return NOTHING
         if len(pieces) == 1:  # most are, where a thousand ranks have a slice each
@@ -150,11 +150,11 @@ class Bucket:
 
     @cached_property
     def count(self) -> int:
-        """Pieces in all."""
+        """How many pieces all segments have together."""
         return sum(len(segment.pieces) for _, segment in self.filled)
 
     def owned(self, rank: int) -> Segment:
-        """What a rank updates."""
+        """The segment that a rank updates; of a replicated bucket every rank has the first."""
         return self.segments[0 if self.replicated else rank]
 
     def places(self) -> Iterator[tuple[Piece, int]]:

@@ -49,7 +49,7 @@ class UnitSize(NamedTuple):
         )
 
 
-class Cut(NamedTuple):
+class UnitRange(NamedTuple):
     """Elements [start, stop) of a unit; `is_last`: the range with which the unit ends."""
 
     unit: int
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
     is_last: bool
 
 
-Window = tuple[Cut, ...]
+Window = tuple[UnitRange, ...]
 
 
 def aligned(nbytes: int) -> int:
@@ -73,12 +73,12 @@ def windows(units: Sequence[UnitSize], most: int | None = None) -> list[Window]:
     return [tuple(window) for window in runs]
 
 
-def window_bytes(window: Iterable[Cut], units: Sequence[UnitSize]) -> int:
+def window_bytes(window: Iterable[UnitRange], units: Sequence[UnitSize]) -> int:
     """Room that a window takes up in a staging buffer."""
     return sum(units[cut.unit].nbytes(cut.stop - cut.start) for cut in window)
 
 
-def _cuts(units: Sequence[UnitSize], most: int) -> Iterable[Cut]:
+def _cuts(units: Sequence[UnitSize], most: int) -> Iterable[UnitRange]:
     for number, unit in enumerate(units):
         step = unit.elements
         if unit.may_be_cut and unit.nbytes(unit.elements) > most:
@@ -86,4 +86,4 @@ def _cuts(units: Sequence[UnitSize], most: int) -> Iterable[Cut]:
             step = max(GRAIN, unit.elements // count // GRAIN * GRAIN)
         for start in range(0, max(unit.elements, 1), max(step, 1)):
             stop = min(start + step, unit.elements)
-            yield Cut(number, start, stop, stop == unit.elements)
+            yield UnitRange(number, start, stop, stop == unit.elements)

@@ -93,7 +93,7 @@ def run(options: Options) -> int:
 
 
 def page() -> str:
-    """docs/recipes.md."""
+    """The text of docs/recipes.md."""
     plain = [name for name in RECIPES if not _lines(name)]
     lines = table([name for name in RECIPES if name not in plain])
     names = ", ".join(f"`{name}`" for name in plain)

@@ -95,7 +95,7 @@ class AdamWRule:
         _step(param, grad, state, scalars, options, in_place=True)
 
     def runs_together(self, options: Options) -> bool:
-        """With torch's fused kernel."""
+        """Whether all parameters of a group go in one call: that of torch's fused kernel."""
         return bool(options["fused"])
 
     def update_all_(

@@ -74,7 +74,7 @@ class Basin(NamedTuple):
         return tuple(e - s for e, s in zip(self.edge, self.largest, strict=True))
 
 
-class Noise(NamedTuple):
+class RoundingNoise(NamedTuple):
     """How far rounding moves singular values in a segment: its three parts, and their sum."""
 
     factor: float  # of the polynomial that is applied
@@ -101,7 +101,7 @@ def basin_of(table: Table, norm_factor: float = 1.0) -> Basin:
 
 def noise_of(
     table: Table, start: int, stop: int, dtype: torch.dtype, *, few_rows: bool, largest: float
-) -> Noise:
+) -> RoundingNoise:
     """Of steps start .. stop on one Gram matrix, on singular values up to `largest`."""
     return _noise(table[start:stop], ROUNDOFF[dtype], few_rows, largest)
 
@@ -234,7 +234,7 @@ def _largest_factor(triple: Coefficients, limit: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> Noise:
+def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> RoundingNoise:
     values = [largest]
     for triple in steps:
         values.append(_largest(triple, values[-1]))
@@ -246,7 +246,7 @@ def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> Noise:
         if k:  # P A P is rounded twice: after P A, which is then multiplied with P again
             error = math.hypot(error, factors[k - 1] * values[k - 1] * values[k])
         gram.append(_lift(steps[k:], values[k], size * u * error))
-    return Noise(
+    return RoundingNoise(
         factor=SIZE * u * math.prod(factors) * largest * math.sqrt(max(1, len(steps) - 1)),
         gram=math.hypot(*gram),
         block=SIZE * u * values[-1],

@@ -90,6 +90,6 @@ def _rests(flat: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
 
 
 def _joined(rests: Sequence[Tensor]) -> Tensor:
-    """In whole vectors."""
+    """Rests end to end, padded with zeros such that all are in whole vectors."""
     padding = -sum(map(len, rests)) % VECTOR
     return torch.cat([*rests, rests[0].new_zeros(padding)])

@@ -78,7 +78,7 @@ class Display(bars.Progress):
         self._log(f"{case.scenario} · {case.layout} · step {step}")
 
     def begin(self, text: str) -> None:
-        """Something without steps."""
+        """Show the name of something that has no steps to count."""
         self.update(self._one, description=text, completed=0, total=None)
         self._log(text)
 

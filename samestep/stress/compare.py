@@ -294,7 +294,7 @@ def _same_work(old: Case, new: Case) -> bool:
 
 
 def _direction(before: float, after: float) -> Severity:
-    """Less is better."""
+    """Whether a number got better, of those that are better when smaller."""
     return "worse" if after > before else "better"
 
 

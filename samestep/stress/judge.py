@@ -131,7 +131,7 @@ class _Scale:
 
 
 def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Reference) -> None:
-    """Resuming changes nothing here."""
+    """Apply what happens before a step to the reference; resuming changes nothing here."""
     params = named_params(model)
     for event in scenario.events(step):
         match event:

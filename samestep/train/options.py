@@ -175,7 +175,7 @@ class Options:
 
     @property
     def routed(self) -> int:
-        """Experts per layer."""
+        """How many experts a layer has; 0: it has an MLP."""
         return self.experts or (ROUTED if self.moe else 0)
 
     def _need(self, name: str, fine: bool, what: str) -> None:

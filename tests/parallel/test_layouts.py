@@ -121,13 +121,13 @@ def as_if_whole(self, own_part):
 
 
 def test_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
-    monkeypatch.setattr(tensor.Copies, "__init__", as_if_whole)
+    monkeypatch.setattr(tensor.CopiedModule, "__init__", as_if_whole)
     with pytest.raises(RanksFailed, match=r"differs between ranks 0 and 1 after they were laid"):
         prove_all(2, [Case("mutant", 2, DENSE, SP, sequences=4, steps=1)])
 
 
 def test_qk_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
-    monkeypatch.setattr(tensor.Copies, "__init__", as_if_whole)
+    monkeypatch.setattr(tensor.CopiedModule, "__init__", as_if_whole)
     monkeypatch.setattr(matrix, "check_replicas", lambda model: 0)
     found, *_ = failures(Case("mutant", 2, DENSE, {"tp": 2}, sequences=4, steps=1))
     assert found.startswith("gradient ")

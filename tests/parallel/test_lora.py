@@ -327,7 +327,7 @@ def lonely(rank):
         add_lora(model, PATTERNS)
     model.blocks[0].mlp.extra = nn.Linear(4, 4)
     tensor.parallelize_module(
-        model.blocks[0].mlp.extra, mesh.axis("model"), tensor.Copies(own_part=False)
+        model.blocks[0].mlp.extra, mesh.axis("model"), tensor.CopiedModule(own_part=False)
     )
     with pytest.raises(LoRAError, match=r"mlp.extra' has copies on the ranks of tensor parallel"):
         add_lora(model, ["*.extra"], mesh=mesh)

@@ -260,7 +260,7 @@ def test_shared_experts_whose_gradients_are_not_combined_are_seen(monkeypatch):
 
     def styles(*args):
         for name, style in right(*args):
-            yield name, tensor.Copies(own_part=False) if "shared_experts" in name else style
+            yield name, tensor.CopiedModule(own_part=False) if "shared_experts" in name else style
 
     monkeypatch.setattr(tensor, "_styles", styles)
     (found,) = prove_all(2, [mutant(SP)]).values()

@@ -68,7 +68,7 @@ class ClientOptions(SharedOptions):
 
     @property
     def compiled(self) -> bool:
-        """Likewise."""
+        """Whether forward is compiled: as asked for, or on CUDA."""
         return self.device == "cuda" if self.compile is None else self.compile
 
     def corpus(self) -> Corpus:

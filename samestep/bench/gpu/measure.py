@@ -176,7 +176,7 @@ class Reference(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """Of one result."""
+    """How near the singular values of a result are to 1."""
 
     low: float  # smallest singular value
     high: float  # largest

@@ -95,7 +95,7 @@ def accuracy_cells(told: Mapping[str, Any]) -> list[str]:
 
 
 class Verdict(NamedTuple):
-    """One bar."""
+    """A measured value beside the bar that it has to reach or stay below."""
 
     what: str
     value: float | None  # None: there is nothing to judge
@@ -104,7 +104,7 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool | None:
-        """Whether; None if it was not measured."""
+        """Whether the bar is met; None if nothing was measured."""
         if self.value is None:
             return None
         return self.value >= self.bar if self.at_least else self.value <= self.bar

@@ -92,7 +92,7 @@ class BlockExchange:
             self._kernels = SpreadBlocks(chunks, self.shape.gives_back)
 
     def begin_step(self) -> None:
-        """Gradients are there."""
+        """Let kernels look up where this step's gradients lie."""
         if self._kernels is not None:
             self._kernels.begin_step(self._held)
 

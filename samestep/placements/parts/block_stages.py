@@ -29,7 +29,7 @@ from samestep.update.plain import (
 
 
 class PlainStages:
-    """One chunk."""
+    """A chunk's way in plain torch: its parts to the owners, directions back, and the step."""
 
     def __init__(self, moves: BlockMoves, mine: Sequence[HeldPart]) -> None:
         self._moves = moves

@@ -44,7 +44,7 @@ class NotRowsError(Exception):
     """A part is no matrix of contiguous rows that kernels can read."""
 
 
-class Job(NamedTuple):
+class OwnedBlocks(NamedTuple):
     """Blocks of one shape and form that this rank owns, one after the other in the buffer."""
 
     size: Size
@@ -71,7 +71,7 @@ class _Owned(NamedTuple):
     place: int
 
 
-class Held(NamedTuple):
+class DirectedPart(NamedTuple):
     """A part that this rank holds, and where its direction will be."""
 
     part: HeldPart
@@ -108,7 +108,7 @@ class ChunkTables:
         sizes = [_size(part.route, _lengths(part.in_block)) for part in mine]
         came = {item.key: item.start for item in moves.back.into} if gives_back else {}
         self.parts = [
-            Held(part, size, self._source(part, size, came))
+            DirectedPart(part, size, self._source(part, size, came))
             for part, size in zip(mine, sizes, strict=True)
         ]
         self.momenta = self._momentum_launches(held, grad_dtypes)
@@ -121,7 +121,7 @@ class ChunkTables:
         own = self._owned[key]
         return self._jobs[own.job].states[own.place]
 
-    def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[Job]]]:
+    def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[OwnedBlocks]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
         mine = [route for route in self.moves.chunk if route.owner == held.group.rank]
         alike = _by(
@@ -143,7 +143,9 @@ class ChunkTables:
                 matrices = []
                 if members[0].block.form is not None:
                     matrices = list(map(held.states_of_matrices, members))
-                jobs.append(Job(size, members, begin, states, places.to(self._device), matrices))
+                jobs.append(
+                    OwnedBlocks(size, members, begin, states, places.to(self._device), matrices)
+                )
                 begin = jobs[-1].stop
             batches.append((held.specs[routes[0].param].group, jobs))
         return batches

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-class Place(NamedTuple):
+class ParameterSlot(NamedTuple):
     """Where a parameter hangs. FSDP2 swaps what is there: a shard, or the gathered whole."""
 
     owner: nn.Module
@@ -41,10 +41,10 @@ def called(name: str) -> str:
     return f"FSDP module {name!r}" if name else "the outermost FSDP module"
 
 
-def own_places(module: nn.Module) -> Iterator[Place]:
+def own_places(module: nn.Module) -> Iterator[ParameterSlot]:
     """Where the parameters of a module hang that belong to no FSDP2 module inside it."""
     for name, _ in module.named_parameters(recurse=False):
-        yield Place(module, name)
+        yield ParameterSlot(module, name)
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from own_places(child)

@@ -129,11 +129,11 @@ class HeldParts:
         self._come.update(states)
 
     def end_step(self) -> None:
-        """It is gone again."""
+        """State that had come from the host for this step is gone again."""
         self._come = {}
 
     def kept_of_part(self, part: HeldPart) -> State:
-        """`part_of_state` where it stays."""
+        """The state of a part where it stays between steps, perhaps on the host."""
         index = part.route.param
         stored = self.specs[index].stored
         return {
@@ -143,7 +143,7 @@ class HeldParts:
         }
 
     def kept_of_whole(self, route: Route) -> State:
-        """`whole_state` where it stays."""
+        """The state of a whole block where it stays between steps, perhaps on the host."""
         spec = self.specs[route.param]
         group = self.groups[spec.group]
         state = self.state_of(route.param)

@@ -16,7 +16,7 @@ from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.placements.parts.block_moves import BlockMoves
-from samestep.placements.parts.chunk_tables import ChunkTables, Job, NotRowsError
+from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.rules.state import State
 from samestep.rules.stored import STEP
@@ -110,7 +110,7 @@ class KernelStages:
             for given, directions in zip(blocks, found, strict=True):
                 self._directions.append(self._finished(given, directions, group, math))
 
-    def _count(self, job: Job, step: Step) -> None:
+    def _count(self, job: OwnedBlocks, step: Step) -> None:
         """Count the step of blocks whose momentum is rounded at random, for all who hold parts."""
         if STEP not in job.states[0]:
             return
@@ -129,7 +129,9 @@ class KernelStages:
             of_group.bounds.look_at(group, squares, largest, of_group.only_if)
         return finished(given, directions, step, self._tables.moves.dtype)
 
-    def _transformed_form(self, job: Job, group: int, out: Tensor, math: GroupMaths) -> Tensor:
+    def _transformed_form(
+        self, job: OwnedBlocks, group: int, out: Tensor, math: GroupMaths
+    ) -> Tensor:
         """The directions of blocks whose matrices lie in each other's gaps, as the blocks lie."""
         assert job.form is not None
         blocks = out[job.begin : job.stop].view(-1, *job.size)

@@ -35,7 +35,7 @@ from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import local_of, mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.placements.windows import Home, Part, Unit, home_of
+from samestep.placements.windows import Home, Unit, WindowPart, home_of
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
 from samestep.rules.state import State, Stored, whole_shapes
@@ -337,7 +337,7 @@ class ShardedParameters(Placement):
         operand = Operand(value, grad, state, flag, counted, share, origin=origin)
         return self.specs[index].group, operand
 
-    def _origin(self, index: int, part: Part | None = None) -> Origin | None:
+    def _origin(self, index: int, part: WindowPart | None = None) -> Origin | None:
         """Where the local part of an elementwise parameter lies, or a range of it."""
         where = self.parts.elements_of(index)
         if where is not None and part is not None and not part.is_whole:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.groups.group_checks import sparse_gradient
 from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.plan.flat import Place, places
+from samestep.plan.flat import FlatPlace, places
 from samestep.plan.sharding import ShardingPlan
 
 
@@ -155,7 +155,7 @@ class FlatGradients(PackedGradients):
             if buffer is not None and _lies_in(grad, buffer):
                 self._held.put_gradient(index, None)
 
-    def _view(self, index: int, place: Place) -> Tensor:
+    def _view(self, index: int, place: FlatPlace) -> Tensor:
         """The place of a gradient, in the parameter's shape; its version counts for itself."""
         buffer = self._buffer(place.bucket)
         view = self._views.get((buffer.data_ptr(), index))

@@ -45,7 +45,7 @@ class HeldTensors:
         return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
 
     def values(self) -> list[Tensor]:
-        """Of all of them."""
+        """What this rank holds of every parameter."""
         return [self.value(index) for index in range(len(self))]
 
     def address(self, index: int) -> int:

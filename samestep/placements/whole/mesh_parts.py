@@ -113,7 +113,7 @@ class MeshParts:
         self.exchange = BlockExchange(self.blocks, distribution)
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """There is state now."""
+        """There is state now: refuse rules without stages, make what blocks need to travel."""
         for spec in self.specs:
             refuse_unstaged(spec, groups[spec.group])
         self.blocks.groups = groups
@@ -288,5 +288,5 @@ class AnsweredBlocks(HeldParts):
         ]
 
     def drop(self) -> None:
-        """The step is over."""
+        """Free the averaged gradients of blocks: the step is over."""
         self._grads.clear()

@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.groups.param_groups import Group, rule_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.piece_state import StateLayout, piece_shape
-from samestep.placements.windows import Part, Unit, Windows
+from samestep.placements.windows import Unit, WindowPart, Windows
 from samestep.plan.schedule import WindowId
 from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import MatrixView, State, Whereabouts, matrix_views, whereabouts
@@ -76,7 +76,7 @@ class PieceViews:
         grads: Iterable[tuple[Piece, Tensor]],
         windows: Windows,
         window: WindowId,
-        parts: Iterable[tuple[Part, State]],
+        parts: Iterable[tuple[WindowPart, State]],
     ) -> Iterator[Seen]:
         """The pieces of a window of state, or ranges of them, with the state that has come."""
         by_piece = dict(grads)

@@ -60,7 +60,7 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     def styles(original: Any, model: nn.Module, plan: Any, mesh: Any) -> Any:
         on_stream = {name for name, _ in plan.named(model, "on_stream")}
         for name, style in original(model, plan, mesh):
-            if isinstance(style, tensor.Copies) and (name in on_stream) == when_shared:
+            if isinstance(style, tensor.CopiedModule) and (name in on_stream) == when_shared:
                 style._given = Replicate()
             yield name, style
 

@@ -162,7 +162,9 @@ def test_a_gpu_orthogonalizes_so_many_elements_at_once():
 def test_a_gpu_needs_room_for_two_batches_beside_each_other():
     """Unless fewer elements at once were asked for."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, out) for out in (64, 64, 64, 64, 256, 32)))
+        model = nn.Sequential(
+            *(nn.Linear(64, out, bias=False) for out in (64, 64, 64, 64, 256, 32))
+        )
 
     def temporaries(most):
         optimizer = samestep.MuonAdamW(model, batch_elements=most, overrides={"*": MUON})

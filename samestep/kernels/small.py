@@ -116,8 +116,8 @@ def encoded(values, bits, SIGNED: tl.constexpr):
         line = (((bits << 7) & 0x7FFE00) | 0x3F800100).to(tl.float32, bitcast=True)
         # A product with -1 is a sign of an operand; a minus would be a difference from 0.
         more = tl.fma(line, gap, gap * -1.0) < tl.fma(code * -1.0, code, square)
-        code = tl.where(more, code + 1.0, code)
-        code = tl.where(word < 0, code * -1.0, code).to(tl.int8)
+        code = tl.where(more, code + 1.0, code).to(tl.int32, bitcast=True)
+        code = (code | (word & -0x80000000)).to(tl.float32, bitcast=True).to(tl.int8)  # its sign
     else:
         # A guess, as in plain torch; by quick operations, since it is made good.
         code = tl.sqrt(tl.sqrt(size * tl.where(finite, 1.0 / scale, float("nan"))))

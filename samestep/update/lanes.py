@@ -81,11 +81,13 @@ def side_by_side(
     others = [_stream(device, number) for number in range(1, len(lanes))]
     for stream in others:  # before the first lane has anything to do
         stream.wait_stream(own)
-    for stream, lane in zip([*others, own], [*lanes[1:], *lanes[:1]], strict=True):
-        with torch.cuda.stream(stream):
-            found.update((number, run(number)) for number in lane)
-    for stream in others:
-        own.wait_stream(stream)
+    try:
+        for stream, lane in zip([*others, own], [*lanes[1:], *lanes[:1]], strict=True):
+            with torch.cuda.stream(stream):
+                found.update((number, run(number)) for number in lane)
+    finally:  # also who goes on after an error, such as too little memory, has what was begun
+        for stream in others:
+            own.wait_stream(stream)
     return [found[number] for number in sorted(found)]
 
 

@@ -1,6 +1,7 @@
 """Batches of blocks beside each other: who runs where, and who waits for whom."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -41,6 +42,9 @@ def test_without_streams_everything_runs():
     assert found == [0, 10, 20]
 
 
+DEVICE = torch.device("cuda", 0)
+
+
 class _Stream:
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -49,32 +53,51 @@ class _Stream:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
-def test_a_lane_begins_after_what_was_there_and_is_waited_for(monkeypatch):
-    log = []
-    current = [_Stream("own", log)]
+@pytest.fixture
+def log(monkeypatch):
+    """What streams were told; runs are told by `current`."""
+    found = []
+    current = [_Stream("own", found)]
 
     @contextmanager
     def inside(stream):
         current.append(stream)
-        yield
-        current.pop()
+        try:
+            yield
+        finally:
+            current.pop()
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(lanes, "_stream", lambda device, number: _Stream(f"lane {number}", log))
+    monkeypatch.setattr(lanes, "_stream", lambda device, number: _Stream(f"lane {number}", found))
+    return found
 
-    def run(number):
-        log.append(f"{number} on {current[-1].name}")
-        return number
 
-    assert side_by_side([[2, 0], [1]], run, torch.device("cuda", 0)) == [0, 1, 2]
+def _run(log, number):
+    log.append(f"{number} on {torch.cuda.current_stream(DEVICE).name}")
+    return number
+
+
+def test_a_lane_begins_after_what_was_there_and_is_waited_for(log):
+    assert side_by_side([[2, 0], [1]], partial(_run, log), DEVICE) == [0, 1, 2]
     # Had the first lane begun before, the other one would wait for it.
     assert log == [
         "lane 1 waits for own", "1 on lane 1", "2 on own", "0 on own", "own waits for lane 1",
     ]  # fmt: skip
 
 
+def test_a_lane_is_waited_for_after_an_error_too(log):
+    def run(number):
+        if number == 2:
+            raise torch.OutOfMemoryError
+        return _run(log, number)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        side_by_side([[2, 0], [1]], run, DEVICE)
+    assert log == ["lane 1 waits for own", "1 on lane 1", "own waits for lane 1"]
+
+
 def test_a_single_lane_waits_for_nobody(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextmanager(lambda: (yield))())
-    assert side_by_side([[0, 1]], lambda number: number, torch.device("cuda", 0)) == [0, 1]
+    assert side_by_side([[0, 1]], lambda number: number, DEVICE) == [0, 1]

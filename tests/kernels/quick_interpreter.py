@@ -3,14 +3,19 @@
 For every call of a device function it looks through its whole language and replaces the builtins
 once more, and it checks every sum and product of integers for overflow, which takes another seven
 operations. None of our small shapes is near one, and what lies at a wrong place is seen in the
-results. `make soak` has the interpreter as it is.
+results. For every shape it writes down the types of its numbers, which nobody reads, and it makes
+the table of numpy's types anew for every question. `make soak` has the interpreter as it is.
 """
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -35,3 +40,34 @@ def install() -> None:
     interpreter._patch_lang = replace_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+    _types_of_tuples_on_demand()
+    _numpy_types_once()
+
+
+def _types_of_tuples_on_demand() -> None:
+    init, kept = tl.tuple.__init__, "_type"
+
+    def keep_values(self: tl.tuple, args: Sequence[Any], type: Any = None) -> None:
+        if type is None:
+            self.values = list(args)
+        else:
+            init(self, args, type)
+
+    def type_of(self: tl.tuple) -> tl.tuple_type:
+        if kept not in self.__dict__:
+            init(self, self.values)
+        return self.__dict__[kept]
+
+    tl.tuple.__init__ = keep_values
+    tl.tuple.type = property(type_of, lambda self, given: self.__dict__.update({kept: given}))
+
+
+def _numpy_types_once() -> None:
+    find = interpreter._get_np_dtype
+    of_scalar = functools.cache(find)
+
+    def of_type(type: tl.dtype) -> Any:
+        element = type.element_ty if isinstance(type, tl.block_type) else type
+        return find(element) if isinstance(element, tl.pointer_type) else of_scalar(element)
+
+    interpreter._get_np_dtype = of_type

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from samestep.fsdp.ordered_reduction import use_ordered_reduction
+from samestep.placements.registry import local_of
 from tests.test_sharded import Net, fsdp, loss_of
 
 HIDDEN = 36  # tensor parallel over two ranks can cut it, and three ranks cut it unevenly
@@ -118,7 +119,7 @@ def spoil(model, opt):
     opt.wait_for_parameters()
     values = [*model.parameters(), *model.buffers()]
     for tensor in values + [value for state in opt.state.values() for value in state.values()]:
-        tensor.mul_(-1).add_(1)
+        local_of(tensor.detach()).mul_(-1).add_(1)  # every rank its own part
     for group in opt.param_groups:
         group["lr"] = 9.0
 

@@ -41,7 +41,7 @@ SELDOM = {
     "stale_chunk_size", "no_order_between_plans", "reduction_chosen_at_launch",
     "copies_averaged_twice", "gathered_before_applied", "sequence_parts_not_added",
     "lora_not_synchronized", "momentum_lost_at_resume",
-    "remainders_lost_at_load",
+    "remainders_lost_at_load", "duplicate_group", "copies_not_averaged", "options_lost_at_resume",
 }  # fmt: skip
 USUAL = {name: mutant for name, mutant in MUTANTS.items() if SOAK or name not in SELDOM}
 

@@ -7,8 +7,8 @@ Plans are made by the functions that the optimizer calls, once for all ranks: wh
 is part of a plan.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from math import prod
 from typing import NamedTuple
@@ -38,6 +38,7 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import KnownGroup, LocalParameters
 from samestep.placements.parts.held_parts import refuse_cut_scales
 from samestep.placements.placement import PlanMembers
+from samestep.placements.registry import KINDS, kind_of, require_kind
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.planned import levels_of
@@ -54,6 +55,9 @@ from samestep.rules.state import StoredTensors
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
 
+Mesh = tuple[tuple[str, ...], ...]  # per axis of a mesh the axes of the grid it is made of
+
+
 class SpreadOver(NamedTuple):
     """How a DTensor lies on a mesh: per mesh axis the axes of the grid it is made of, and its cut.
 
@@ -64,7 +68,7 @@ class SpreadOver(NamedTuple):
         optimizer, over the ranks of which it knows that they hold the same parts elsewhere.
     """
 
-    mesh: tuple[tuple[str, ...], ...]
+    mesh: Mesh
     cuts: tuple[Cut, ...]
     summed: tuple[int, ...] = ()
     padded: bool = False
@@ -205,35 +209,93 @@ def blueprint(
     spread: which parameters are DTensors there, and how they lie.
     hardware: whose links the plan is made for; without it, ranks are on one host, of the device.
     """
-    everyone = everyone or grid.peers(*grid.sizes)
-    device = device or torch.device("cpu")
-    on_gpu = device.type != "cpu"  # and NCCL carries
-    links = partial(_fabric, grid=grid, device=device, hardware=hardware)
-    held_as = cache(partial(_held, grid))  # layers are alike
-    lie: dict[Tensor, SpreadOver] = {}
+    asked = _Request(
+        optimizer,
+        grid,
+        everyone or grid.peers(*grid.sizes),
+        outer,
+        own_peers or {},
+        device or torch.device("cpu"),
+        hardware,
+    )
     groups = optimizer.param_groups
     for group in groups:
         for name, param in zip(group["param_names"], group["params"], strict=True):
             found = spread(name, param) if spread else None
+            kind = kind_of(param).name if found is None else "parts"  # it will be a DTensor
+            require_kind(kind, PLACED, f"estimate, which {name!r} needs", f"PLACED of {__name__}")
+            asked.kinds[param] = kind
             if found is not None:
-                lie[param] = found
-    distribution = optimizer.holdings.distribution
-    meshes = dict.fromkeys(found.mesh for found in lie.values())
-    copies = {
-        mesh: peers
-        for mesh in meshes
-        if (peers := _copies(grid, everyone, [o for o in lie.values() if o.mesh == mesh])).size > 1
-    }
-    beside = distribution.beside_dtensors() if meshes.keys() - copies.keys() else distribution
+                asked.lie[param] = found
+            elif kind == "parts":
+                raise ValueError(f"{name!r} is a DTensor: spread= has to say how it will lie")
+    present = set(asked.kinds.values())
+    kinds = [kind.name for kind in KINDS if kind.name in present]  # as the optimizer has them
+    placements = tuple(placed for kind in kinds for placed in PLACED[kind](asked))
+    return Blueprint(optimizer, grid, asked.everyone, placements, asked.device)
 
-    def members_of(mesh: object | None, indices: Sequence[int]) -> PlanMembers:
-        def is_there(param: Tensor) -> bool:
-            return (lie[param].mesh if param in lie else None) == mesh
 
-        blocks = optimizer.holdings.blocks
-        return optimizer.holdings.planner.members(groups, indices, blocks, is_there)
+@dataclass(eq=False)
+class _Request:
+    """What a kind is asked to place on all ranks: see `blueprint`.
+
+    kinds: of all parameters, by name; lie: how those that are DTensors lie.
+    """
+
+    optimizer: RuleOptimizer
+    grid: Grid
+    everyone: Peers
+    outer: Peers | None
+    own_peers: Mapping[int, Peers]
+    device: torch.device
+    hardware: Hardware | None
+    kinds: dict[Tensor, str] = field(default_factory=dict)
+    lie: dict[Tensor, SpreadOver] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[Group]:
+        return self.optimizer.param_groups
+
+    @property
+    def distribution(self) -> Distribution:
+        return self.optimizer.holdings.distribution
+
+    @property
+    def on_gpu(self) -> bool:  # and NCCL carries
+        return self.device.type != "cpu"
+
+    @cached_property
+    def meshes(self) -> dict[Mesh, None]:
+        return dict.fromkeys(over.mesh for over in self.lie.values())
+
+    @cached_property
+    def copies(self) -> dict[Mesh, Peers]:
+        """Of meshes of whose DTensors there are copies that are averaged here: who has them."""
+        found = {}
+        for mesh in self.meshes:
+            lie = [over for over in self.lie.values() if over.mesh == mesh]
+            peers = _copies(self.grid, self.everyone, lie)
+            if peers.size > 1:
+                found[mesh] = peers
+        return found
+
+    @cached_property
+    def beside(self) -> Distribution:
+        """Of what is averaged here."""
+        others = self.meshes.keys() - self.copies.keys()
+        return self.distribution.beside_dtensors() if others else self.distribution
+
+    def members(self, indices: Sequence[int], only: Callable[[Tensor], bool]) -> PlanMembers:
+        holds = self.optimizer.holdings
+        return holds.planner.members(self.groups, indices, holds.blocks, only)
+
+    def links(self, peers: Peers) -> Fabric:
+        if self.hardware is not None:
+            return self.hardware.fabric(peers, self.grid)
+        return Fabric(*usual_links(self.device.type), peers.size, peers.size)
 
     def sharing(
+        self,
         members: PlanMembers,
         specs: tuple[ParamSpec, ...],
         peers: Peers,
@@ -241,33 +303,48 @@ def blueprint(
         levels: int = 1,
         summands: tuple[Summands | None, ...] = (),
     ) -> Sharing:
-        plan = _shared_plan(specs, links(peers), beside, levels)
+        beside, links = self.beside, self.links(peers)
+        plan = _shared_plan(specs, links, beside, levels)
         others = 1 if outer is None else outer.size
-        policy = beside.bucket_policy(peers.size, others, device, uneven=on_gpu, levels=levels)
-        watched = optimizer._in_flight.all_watched(members.params)
+        policy = beside.bucket_policy(
+            peers.size, others, self.device, uneven=self.on_gpu, levels=levels
+        )
+        watched = self.optimizer._in_flight.all_watched(members.params)
         return Sharing(
-            members, members.params, plan, peers, outer, beside, policy, watched,
-            links(peers).per_host, summands=summands,
+            members, members.params, plan, peers, outer, beside, policy, watched, links.per_host,
+            summands=summands,
         )  # fmt: skip
 
-    plain: dict[Peers, list[int]] = {everyone: []}  # groups reduced over the same ranks
-    for index, group in enumerate(groups):
-        if any(param not in lie for param in group["params"]):
-            plain.setdefault((own_peers or {}).get(index, everyone), []).append(index)
-    placements: list[Placed] = []
+
+def _whole(asked: _Request) -> Iterator[Placed]:
+    """Plain parameters: one placement for groups that are reduced over the same ranks."""
+    everyone, outer, beside = asked.everyone, asked.outer, asked.beside
+    if everyone.size * (1 if outer is None else outer.size) == 1:
+        return  # one process: nothing is shared
+    plain: dict[Peers, list[int]] = {everyone: []}
+    for index, group in enumerate(asked.groups):
+        if any(asked.kinds[param] == "whole" for param in group["params"]):
+            plain.setdefault(asked.own_peers.get(index, everyone), []).append(index)
     for peers, indices in plain.items():
-        if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
-            continue  # one process: nothing is shared
-        members = members_of(None, indices)
+        if not indices:
+            continue
+        members = asked.members(indices, lambda param: asked.kinds[param] == "whole")
         params, specs, *_ = members
         own_outer, levels = outer if peers == everyone else None, 1
         if own_outer is None:
-            levels = levels_of(specs, links(peers), beside, on_cpu=not on_gpu)
-        shared = sharing(members, specs, peers, own_outer, levels)
+            levels = levels_of(specs, asked.links(peers), beside, on_cpu=not asked.on_gpu)
+        shared = asked.sharing(members, specs, peers, own_outer, levels)
         compared = copied_by_all(len(params), peers.size) if beside.grads != "local" else ()
-        placements.append(Placed(params, specs, peers, grid.peers(), peers, compared, (shared,)))
-    for mesh in meshes:
-        members = members_of(mesh, range(len(groups)))
+        yield Placed(params, specs, peers, asked.grid.peers(), peers, compared, (shared,))
+
+
+def _parts(asked: _Request) -> Iterator[Placed]:
+    """DTensors: one placement for each mesh."""
+    grid, lie, distribution = asked.grid, asked.lie, asked.distribution
+    held_as = cache(partial(_held, grid))  # layers are alike
+    for mesh in asked.meshes:
+        there = {param for param, over in lie.items() if over.mesh == mesh}
+        members = asked.members(range(len(asked.groups)), there.__contains__)
         params, specs, *_ = members
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
@@ -283,29 +360,24 @@ def blueprint(
         )
         for spec, part in zip(specs, held, strict=True):
             refuse_cut_scales(spec, part.boxes)  # as ranks would
-        if mesh in copies:
+        if mesh in asked.copies:
             shares = tuple(map(even_share, specs, (own.boxes for own in held)))
             summands = tuple(_summands(grid, over) for over in overs)
-            even = sharing(members, shares, copies[mesh], summands=summands)
+            even = asked.sharing(members, shares, asked.copies[mesh], summands=summands)
             everywhere = grid.peers(*even.peers.axes, *peers.axes)
             compared = _copied(grid, overs, even.peers.size)
             sharings = narrowed_sharings(even, held, peers.size)
-            blocks = answered_spreadings(even, held, peers, device)
-            placements.append(
-                Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
-            )
+            blocks = answered_spreadings(even, held, peers, asked.device)
+            yield Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
             continue
         room, sums = tuple(found.room for found in lying), _sums(params, overs, grid)
-        blocks = (Spreading(params, specs, held, peers, distribution, device, room, sums),)
+        blocks = (Spreading(params, specs, held, peers, distribution, asked.device, room, sums),)
         compared = _copied(grid, overs)
-        placements.append(Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks))
-    return Blueprint(optimizer, grid, everyone, tuple(placements), device)
+        yield Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks)
 
 
-def _fabric(peers: Peers, grid: Grid, device: torch.device, hardware: Hardware | None) -> Fabric:
-    if hardware is not None:
-        return hardware.fabric(peers, grid)
-    return Fabric(*usual_links(device.type), peers.size, peers.size)
+# What ranks will have of parameters, by the name of their kind in `placements.registry`.
+PLACED: dict[str, Callable[[_Request], Iterator[Placed]]] = {"whole": _whole, "parts": _parts}
 
 
 def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:

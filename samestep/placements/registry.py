@@ -1,6 +1,10 @@
-"""The ways to hold parameters, a line each: who plans, steps, saves or explains asks here."""
+"""The ways to hold parameters, an entry each: who plans, steps, estimates or explains asks here.
 
-from collections.abc import Callable, Sequence
+Rooms above that need more of a kind than its `Placement` keep a table by the names of kinds, and
+ask for an entry by `require_kind`: what they do not know is an error, and never left out.
+"""
+
+from collections.abc import Callable, Container, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -41,7 +45,7 @@ class Kind(NamedTuple):
         return resolve_name(self.engine)
 
 
-KINDS = (
+KINDS = [
     Kind(
         "whole",
         "plain tensors, of which every rank has a copy",
@@ -54,12 +58,21 @@ KINDS = (
         lambda param: mesh_of(param) is not None,
         "samestep.placements.parts.sharded:ShardedParameters",
     ),
-)
+]
 
 
 def kind_of(param: Tensor) -> Kind:
     """How a parameter is held."""
     return next(kind for kind in KINDS if kind.takes(param))
+
+
+def require_kind(name: str, known: Container[str], what: str, where: str) -> None:
+    """Raise if a room does not know a kind: `what` it has none of, and `where` to add that."""
+    if name not in known:
+        about = next(kind.about for kind in KINDS if kind.name == name)
+        raise ValueError(
+            f"parameters of the kind {name!r} ({about}) have no {what}: add one to {where}"
+        )
 
 
 def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:

@@ -5,16 +5,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from samestep.placements.registry import KINDS, require_kind
 
 if TYPE_CHECKING:
     from samestep.stress.scenario import Scenario
 
-# Where the parameters themselves are: whole on every rank, or DTensors.
-Parameters = Literal[
-    "plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "copies", "hybrid", "fsdp2_alone",
-    "two_optimizers", "spmd",
-]  # fmt: skip
+# Where the parameters themselves are, by their kind in `placements.registry`.
+Whole = Literal["plain", "two_optimizers", "spmd"]
+Parts = Literal["fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "copies", "hybrid", "fsdp2_alone"]
+KIND_OF: dict[str, str] = {
+    **dict.fromkeys(get_args(Whole), "whole"),
+    **dict.fromkeys(get_args(Parts), "parts"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,14 @@ class Layout:
     story: str
     options: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, Any] = field(default_factory=dict)
-    parameters: Parameters = "plain"
+    parameters: Whole | Parts = "plain"
     one_process: bool = False
     turn: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Of parameters that make it this layout; others may be beside them."""
+        return KIND_OF[self.parameters]
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
         """Why a scenario does not apply here on so many ranks, if it does not."""
@@ -96,6 +105,13 @@ def register(layout: Layout, *, on_request: bool = False) -> None:
     if layout.name in EVERY_LAYOUT:
         raise ValueError(f"there is a layout {layout.name!r} already")
     (LAYOUTS_ON_REQUEST if on_request else LAYOUTS)[layout.name] = layout
+
+
+def require_layouts() -> None:
+    """Raise if there is a kind of placement that `all` would not try on ranks."""
+    tried = {layout.kind for layout in LAYOUTS.values() if not layout.one_process}
+    for kind in KINDS:
+        require_kind(kind.name, tried, "layout of the harness", f"LAYOUTS of {__name__}")
 
 
 _ZERO1, _ZERO2 = {"sharding": "zero1"}, {"sharding": "zero2"}

@@ -17,7 +17,7 @@ import samestep
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.launch.forked import nccl_devices
-from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, require_layouts
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS
@@ -108,6 +108,11 @@ class Options:
             _known("--scenario", name, EVERY_SCENARIO)
         if self.layout != "all":
             _known("--layout", self.layout, {**EVERY_LAYOUT, **LAYOUT_SETS})
+        else:
+            try:
+                require_layouts()
+            except ValueError as error:
+                raise BadRequestError(str(error)) from error
         for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import samestep
 from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.optimizer.rule_optimizer import RuleOptimizer
+from samestep.placements.registry import kind_of
 from samestep.stress.layouts import Layout
 from samestep.stress.models import named_params
 from samestep.stress.scenario import (
@@ -58,6 +59,9 @@ class Training:
                 for param in self.model.parameters():
                     param.add_(0.01 * rank)
         self.optimizer = self._new_optimizer()
+        kinds = {kind_of(param).name for param in self._named.values()}
+        if layout.kind not in kinds:  # a layout that would try something else than it says
+            raise AssertionError(f"{layout.name} has parameters of {kinds}, not {layout.kind!r}")
         # In one process it does what torch's own does.
         self._scaler = samestep.GradScaler(self._device.type, **SCALING, enabled=scenario.scales)
 

@@ -17,22 +17,8 @@ from samestep.models.gpt import GPT, gpt_plan, mean_loss
 from samestep.parallel.lora import add_lora
 from samestep.parallel.stack import Stack
 from samestep.tooling.request import BadRequestError
-from samestep.train.options import Layout, Options
+from samestep.train.options import LAYOUTS, Options
 from samestep.train.world import World
-
-KEYWORDS: dict[Layout, dict[str, Any]] = {
-    "none": {"sharding": "none"},
-    "zero1": {"sharding": "zero1", "overlap_grad_reduce": True},
-    "zero2": {"sharding": "zero2", "overlap_grad_reduce": True},
-    "flat": {
-        "sharding": "zero2",
-        "buffers": "flat",
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-    "fsdp2": {},  # parameters are DTensors, and stay where they are
-    "hsdp": {},
-}
 
 
 def degrees_of(options: Options, world: World) -> Degrees:
@@ -121,7 +107,7 @@ def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdam
     """Lay a model out as asked: its optimizer, its mesh, and whether it is compiled, and why."""
     same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
     keywords = {key: getattr(options, key) for key in same}
-    keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
+    keywords |= {"overrides": _overrides(options), **LAYOUTS[options.placed].keywords}
     keywords["state_dtypes"] = state_dtypes_of(options.state)
     keywords["offload"] = offload_of(options.offload)
     degrees = degrees_of(options, world)
@@ -139,7 +125,7 @@ def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdam
         ordered=options.reduction == "ordered",
         adapt=_adapter(options, mesh) if options.lora else None,
         compile=decision.compile,
-        fsdp=options.placed in ("fsdp2", "hsdp"),
+        fsdp=LAYOUTS[options.placed].kind == "parts",
         recompute=options.recompute,
     )
     try:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from samestep.groups.state_flags import OffloadWord, StateWord
 from samestep.models.gpt import GPTConfig
@@ -13,6 +13,28 @@ from samestep.tooling.request import BadRequestError, parse_flags, spelled
 
 Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
 ROUTED = 8  # experts of --moe
+
+
+class LayoutKeywords(NamedTuple):
+    """A layout: the keywords of the optimizer.
+
+    kind: in `placements.registry`, of parameters that no axis beside data cuts.
+    """
+
+    kind: str
+    keywords: dict[str, Any]
+
+
+_OVERLAP = {"overlap_grad_reduce": True}
+_FLAT = {"buffers": "flat", "overlap_param_gather": True}
+LAYOUTS: dict[Layout, LayoutKeywords] = {
+    "none": LayoutKeywords("whole", {"sharding": "none"}),
+    "zero1": LayoutKeywords("whole", {"sharding": "zero1", **_OVERLAP}),
+    "zero2": LayoutKeywords("whole", {"sharding": "zero2", **_OVERLAP}),
+    "flat": LayoutKeywords("whole", {"sharding": "zero2", **_OVERLAP, **_FLAT}),
+    "fsdp2": LayoutKeywords("parts", {}),
+    "hsdp": LayoutKeywords("parts", {}),
+}
 
 
 @dataclass(frozen=True)
@@ -129,7 +151,7 @@ class Options:
     def _check_axes(self) -> None:
         """Refuse axes that make no sense together, whatever ranks there are."""
         by_fsdp = self.fsdp or self.lora or self.replicate > 1
-        if by_fsdp and self.layout not in ("auto", "fsdp2", "hsdp"):
+        if by_fsdp and LAYOUTS[self.placed].kind != "parts":
             raise BadRequestError(
                 f"--layout {self.layout} leaves every data rank a copy, and --replicate, --fsdp "
                 "and --lora are about FSDP2: leave --layout out, or these"

@@ -18,6 +18,7 @@ from samestep.comm.groups import ranks_text
 from samestep.groups.param_groups import members
 from samestep.layout.fused_rows import rows_in
 from samestep.optimizer.holdings import Holdings
+from samestep.placements.registry import kind_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.rules.stored import REMAINDER
 from samestep.tooling.warn import some
@@ -147,6 +148,12 @@ def _who_averages(facts: Facts) -> str | None:
                 f"{_many(others, 'DTensor')} {where} combined by the layers that hold them, such "
                 "as those of tensor parallel"
             )
+    known = (*facts.holds.shared, *facts.holds.sharded)
+    for placed in facts.holds.placed:
+        if placed not in known:  # a kind of which nothing else is told here
+            kind, by = kind_of(placed.params[0]), placed.averaged_by(placed.params[0])
+            what = f"{_many(len(placed.params), 'parameter')} of the kind {kind.name!r}"
+            found.append(f"{what} ({kind.about}) averaged by {by}")
     return "; ".join(found) or None
 
 
@@ -158,7 +165,7 @@ def _among_ranks(facts: Facts) -> str | None:
 
 
 def _plans(facts: Facts) -> str | None:
-    count = len(facts.holds.shared) + len(facts.holds.sharded)
+    count = len(facts.holds.placed)
     return _many(count, "plan") if count else None
 
 
@@ -176,7 +183,7 @@ def _dtensors_with_copies(facts: Facts) -> str | None:
 
 
 def _compared_copies(facts: Facts) -> str | None:
-    count = sum(plan.compares_copies for plan in (*facts.holds.shared, *facts.holds.sharded))
+    count = sum(plan.compares_copies for plan in facts.holds.placed)
     return _many(count, "plan") if count else None
 
 

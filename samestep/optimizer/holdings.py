@@ -25,7 +25,7 @@ from samestep.optimizer.full_values import FullValues
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
-from samestep.placements.registry import local_of
+from samestep.placements.registry import kind_of, local_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules.converted import from_other_master, other_master
@@ -241,7 +241,7 @@ class Holdings:
     def placements(self) -> list[Placement]:
         """Everything a step is about."""
         placements = list(self.placed)
-        if not self.shared and (self.ranks is None or not placements):
+        if self.ranks is None or not placements:
             placements.append(self.local)
         return placements
 
@@ -253,14 +253,14 @@ class Holdings:
     @property
     def sharded(self) -> "tuple[ShardedParameters, ...]":
         """DTensors, mesh by mesh."""
-        held = [placement for placement in self.placed if placement.holds_parts]
+        held = [p for p in self.placed if p.holds_parts and kind_of(p.params[0]).name == "parts"]
         return cast("tuple[ShardedParameters, ...]", tuple(held))
 
     def part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it, as every other rank."""
-        if self.ranks is None or not self.shared:
+        if self.ranks is None or not self.placed:
             return None
-        keeps_all = all(plan.keeps_all for plan in self.shared)
+        keeps_all = all(placed.keeps_all for placed in self.placed)
         if keeps_all and (self.are_alike() or self.sharded):
             return None
         return {"rank": self.ranks.rank, "ranks": self.ranks.size, "plan": self.fingerprint()}
@@ -269,7 +269,9 @@ class Holdings:
         """Whether a name means the same parameter on all ranks; experts are others on each."""
         members = None if self.ranks is None else self.ranks.members
         return self.stages is None and all(
-            p.held_by is not None and p.held_by.members == members for p in self.shared
+            p.held_by is not None and p.held_by.members == members
+            for p in self.placed
+            if not p.holds_parts
         )
 
     def fingerprint(self) -> str:

@@ -47,6 +47,7 @@ class Placement:
     params: Sequence[Tensor]
     shape: PlacementShape
     device: torch.device
+    group: RankGroup  # the ranks that hold the same of it, or of parts those that hold them all
     held_by: RankGroup | None = None  # None: this process alone
     sums_over: RankGroup | None = (
         None  # where sums of it are taken; None: over the optimizer's ranks
@@ -161,6 +162,10 @@ class Placement:
         """The plan as text: who owns and sends what, the same on every rank."""
         return []
 
+    def lines_here(self) -> list[str]:
+        """The plan as it is in the memory of this rank, the same on the ranks of `group`."""
+        return self.lines()
+
     def averaged_by(self, param: Tensor) -> str:
         """Who averages the gradients of a parameter's copies, in words."""
         return "-"
@@ -184,6 +189,15 @@ class Placement:
     def _index(self, param: Tensor) -> int:
         """Of a parameter that is here, in the plan."""
         return next(i for i, other in enumerate(self.params) if other is param)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the state that a rank has is all that a state dict needs, on every rank."""
+        raise NotImplementedError
+
+    def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[tuple[str, str, Tensor]]:
+        """What every rank of `group` shall have alike: name, key and tensor."""
+        raise NotImplementedError
 
     def gather_state(
         self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None

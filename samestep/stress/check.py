@@ -173,8 +173,9 @@ def _entries(
     plain = unwrapped(model)
     names = _names(model, optimizer)
     groups = [] if optimizer is None else optimizer.param_groups
-    shared = optimizer.shared_parameters if isinstance(optimizer, RuleOptimizer) else ()
-    home = {param: placement.group for placement in shared for param in placement.params}
+    held = optimizer.holdings.placed if isinstance(optimizer, RuleOptimizer) else ()
+    copied = [placement for placement in held if not placement.holds_parts]
+    home = {param: placement.group for placement in copied for param in placement.params}
     for param, name in names.items():
         yield from _shared("parameter", name, param, home.get(param, ranks))
     for name, buffer in plain.named_buffers() if buffers else ():
@@ -182,9 +183,9 @@ def _entries(
             yield ranks, _Entry("buffer", without_wrappers(name), buffer)
     if optimizer is None:
         return
-    for placement in shared:
+    for placement in copied:
         members = f"of {len(placement.params)} parameters from {names[placement.params[0]]}"
-        yield placement.group, _Entry("plan", members, "\n".join(placement.plan.lines()))
+        yield placement.group, _Entry("plan", members, "\n".join(placement.lines_here()))
         for name, key, tensor in placement.state_alike(optimizer.state):
             yield placement.group, _Entry("state", f"{name}.{key}", tensor)
     for index, group in enumerate(groups):

@@ -53,6 +53,7 @@ class ShardedParameters(Placement):
     """
 
     holds_parts = True
+    keeps_all = True  # of its parts, which DTensors are
     params: list[DTensor]
 
     def __init__(

@@ -195,6 +195,9 @@ class ReplicatedParameters(Placement):
     def lines(self) -> list[str]:
         return self._plan_lines
 
+    def lines_here(self) -> list[str]:
+        return self.plan.lines()
+
     def averaged_by(self, param: Tensor) -> str:
         if self.distribution.grads == "reduced":
             return "somebody else"

@@ -15,8 +15,8 @@ from samestep.comm.integrity.agreement import gather_texts
 from samestep.groups.param_groups import name_matches
 from samestep.groups.routing import Matcher, Overrides, routable
 from samestep.integrations.torchtitan import recipe
+from samestep.layout.boxes import mesh_of
 from samestep.optimizer.muon_adamw import MuonAdamW
-from samestep.placements.registry import mesh_of
 
 SPLITS = "split_sizes"
 

@@ -10,11 +10,13 @@ what an axis to its right (tensor parallel) had cut before it.
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+_PLAIN = (torch.nn.Parameter, Tensor)
 
 
 class Cut(NamedTuple):
@@ -182,3 +184,29 @@ def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
     for box in range_boxes(shape, start, start + flat.numel()):
         yield HeldBox(box, flat[done : done + box.numel].view(box.sizes))
         done += box.numel
+
+
+# --- DTensors, asked without importing them, which takes long -------------------------------------
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
+    return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
+
+
+def mesh_of(param: Tensor) -> Any:
+    """The mesh of a DTensor; None for a plain tensor."""
+    if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
+        return None
+    return getattr(param, "device_mesh", None)
+
+
+def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+    """How a gradient may lie without anything being sent: cut where its parameter is.
+
+    `torch.zeros_like` of a parameter that is cut gives zeros that are whole on every rank.
+    """
+    return [
+        own if of_grad.is_replicate() and own.is_shard() else of_grad
+        for own, of_grad in zip(wanted, found, strict=True)
+    ]

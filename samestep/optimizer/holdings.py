@@ -21,11 +21,12 @@ from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_
 from samestep.groups.param_groups import Group, blocks_of_group, parameter_names
 from samestep.groups.step_options import StepOptions
 from samestep.layout.blocks import Block
+from samestep.layout.boxes import local_of
 from samestep.optimizer.full_values import FullValues
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
-from samestep.placements.registry import kind_of, local_of
+from samestep.placements.registry import kind_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules.converted import from_other_master, other_master

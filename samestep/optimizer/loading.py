@@ -15,7 +15,7 @@ from samestep.groups.param_groups import (
     rule_of,
 )
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.registry import local_of, mesh_of
+from samestep.layout.boxes import local_of, mesh_of
 from samestep.rules.converted import as_stored, from_other_master, other_master
 from samestep.rules.state import (
     MASTER,

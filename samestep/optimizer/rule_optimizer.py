@@ -30,7 +30,7 @@ from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
 from samestep.groups.table_state import state_lines
-from samestep.layout.boxes import HeldState
+from samestep.layout.boxes import HeldState, mesh_of
 from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
 from samestep.optimizer.full_values import FullValues
@@ -39,7 +39,6 @@ from samestep.optimizer.loading import PART, StateDict
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
 from samestep.placements.local import plain
-from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules.state import State

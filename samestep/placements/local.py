@@ -13,8 +13,8 @@ from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
+from samestep.layout.boxes import mesh_of
 from samestep.placements.placement import Placement
-from samestep.placements.registry import mesh_of
 from samestep.placements.windows import Unit, WindowPart, home_of
 from samestep.plan.schedule import PlacementShape, Stage, WindowId
 from samestep.rules.state import (

@@ -21,9 +21,10 @@ from samestep.groups.param_groups import (
 )
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
+from samestep.layout.boxes import mesh_of
 from samestep.placements.copies import Copies, find_copies, refuse_copies_nobody_averages
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import KINDS, Kind, kind_of, mesh_of
+from samestep.placements.registry import KINDS, Kind, kind_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec

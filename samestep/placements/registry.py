@@ -4,26 +4,13 @@ Rooms above that need more of a kind than its `Placement` keep a table by the na
 ask for an entry by `require_kind`: what they do not know is an error, and never left out.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-_PLAIN = (torch.nn.Parameter, Tensor)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; a plain tensor as it is."""
-    return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
-
-
-def mesh_of(param: Tensor) -> Any:
-    """The mesh of a DTensor; None for a plain tensor."""
-    if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
-        return None
-    return getattr(param, "device_mesh", None)
+from samestep.layout.boxes import mesh_of
 
 
 class Kind(NamedTuple):
@@ -73,14 +60,3 @@ def require_kind(name: str, known: Container[str], what: str, where: str) -> Non
         raise ValueError(
             f"parameters of the kind {name!r} ({about}) have no {what}: add one to {where}"
         )
-
-
-def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """How a gradient may lie without anything being sent: cut where its parameter is.
-
-    `torch.zeros_like` of a parameter that is cut gives zeros that are whole on every rank.
-    """
-    return [
-        own if of_grad.is_replicate() and own.is_shard() else of_grad
-        for own, of_grad in zip(wanted, found, strict=True)
-    ]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from samestep.placements.registry import local_of
+from samestep.layout.boxes import local_of
 
 AT_ONCE = 1 << 24  # logits that are in memory at the same time
 

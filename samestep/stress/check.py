@@ -21,8 +21,8 @@ from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import Value, locate
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, members
 from samestep.groups.routing import unwrapped, without_wrappers
+from samestep.layout.boxes import mesh_of
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import wait_for_anyone
 from samestep.rules import RULES
 

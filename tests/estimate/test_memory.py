@@ -13,7 +13,7 @@ from samestep.estimate.blueprint import blueprint
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
-from samestep.placements.registry import local_of
+from samestep.layout.boxes import local_of
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.sharded_training import new_training
 from samestep.update.lanes import Batch

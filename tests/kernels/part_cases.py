@@ -33,8 +33,8 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
+from samestep.layout.boxes import local_of
 from samestep.placements.parts.kernel_stages import KernelStages
-from samestep.placements.registry import local_of
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
 from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random

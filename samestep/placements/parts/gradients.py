@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from samestep.comm.collectives import Pending, total
 from samestep.comm.meshes import axes_group, box_without
-from samestep.placements.registry import cut_as
+from samestep.layout.boxes import cut_as
 from samestep.placements.whole.buffers import gradient_dtype
 
 _SUMS = ("sum", "avg")  # of summands, by the digit that stands for them, less 1

@@ -13,8 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import Held
 from samestep.groups.param_groups import Group, rule_of
-from samestep.layout.boxes import Box
-from samestep.placements.registry import local_of
+from samestep.layout.boxes import Box, local_of
 from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin

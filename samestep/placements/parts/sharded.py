@@ -21,7 +21,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.blocks import Shape
-from samestep.layout.boxes import HeldBox, HeldState, whole_box
+from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
@@ -32,7 +32,6 @@ from samestep.placements.parts.held_parts import (
     refuse_unstaged,
 )
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import local_of, mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.placements.windows import Home, Unit, WindowPart, home_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, changed_parameter
-from samestep.placements.registry import cut_as, mesh_of
+from samestep.layout.boxes import cut_as, mesh_of
 from samestep.plan.sharding import Piece
 
 REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies

@@ -17,9 +17,8 @@ from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import line_of
-from samestep.layout.boxes import HeldState
+from samestep.layout.boxes import HeldState, mesh_of
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import mesh_of
 from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
 from samestep.placements.whole.buffers import FlatParameters
 from samestep.placements.whole.gathering import ParameterGatherer

@@ -259,6 +259,9 @@ def test_a_kind_that_a_room_does_not_know_is_seen(monkeypatch):
         with pytest.raises(ValueError, match=f"{unknown}layout of the harness.*stress.layouts"):
             require_everywhere()
         monkeypatch.setitem(KIND_OF, "toy", "first")
+        monkeypatch.setitem(LAYOUTS, "toy", replace(LAYOUTS["one_process"], parameters="toy"))
+        with pytest.raises(ValueError, match=f"{unknown}layout of the harness"):
+            require_everywhere()  # one process has no placement
         monkeypatch.setitem(LAYOUTS, "toy", replace(LAYOUTS["zero2"], parameters="toy"))
         with pytest.raises(ValueError, match=f"{unknown}estimate"):
             require_everywhere()

@@ -16,7 +16,7 @@ from torch import nn
 
 import samestep
 from samestep.comm.collectives import total
-from samestep.comm.diagnosis import roll_call
+from samestep.comm.diagnosis import flight
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.limits import HANG, TEST, limit
@@ -92,7 +92,7 @@ def be_known():
 
     Only then can others know that it has ended, where nobody may give up waiting for its answer.
     """
-    for calls in list(roll_call._roll_calls.values()):
+    for calls in list(flight._roll_calls.values()):
         assert calls._joined.ended(HANG)
 
 

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from samestep.comm.diagnosis.roll_call import Answer, RollCall, roll_call, verdict
+from samestep.comm.diagnosis.roll_call import Answer, RollCall, verdict
 
 if TYPE_CHECKING:
     from samestep.comm.groups import RankGroup
@@ -118,9 +119,24 @@ def _is_of_communication(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
+_roll_calls: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
+
+
 def _roll_call(group: "RankGroup") -> RollCall | None:
-    """Asked for before anything can fail, so that this process is known to the others."""
-    return roll_call(group.handle, group.rank)
+    """That of a process group, the same at every call; None if the group has no store.
+
+    Asked for before anything can fail, so that this process is known to the others.
+    """
+    known = _roll_calls.get(group.handle)
+    if known is None:
+        try:
+            store = group.handle.get_group_store()
+        except (AttributeError, RuntimeError):  # a group made in Python may have none
+            return None
+        if store is None:
+            return None
+        known = _roll_calls[group.handle] = RollCall(store, group.rank)
+    return known
 
 
 def _wait_or_join(work: dist.Work, calls: RollCall) -> bool:

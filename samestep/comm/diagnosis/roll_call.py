@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -184,23 +183,6 @@ class RollCall:
 def _until(deadline: float, condition: Callable[[], bool]) -> None:
     while not condition() and time.monotonic() < deadline:
         time.sleep(POLL_S)
-
-
-_roll_calls: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
-
-
-def roll_call(handle: dist.ProcessGroup, place: int) -> RollCall | None:
-    """The roll call of a group, the same at every call; None if the group has no store."""
-    known = _roll_calls.get(handle)
-    if known is None:
-        try:
-            store = handle.get_group_store()
-        except (AttributeError, RuntimeError):  # a group made in Python may have none
-            return None
-        if store is None:
-            return None
-        known = _roll_calls[handle] = RollCall(store, place)
-    return known
 
 
 def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:

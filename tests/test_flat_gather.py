@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
+from samestep.placements.whole.gathering import ParametersInFlight, wait_for_anyone
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
 from tests.soak import SOAK

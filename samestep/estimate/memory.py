@@ -28,7 +28,8 @@ from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
 from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
-from samestep.rules.state import MASTERS, math_dtype, needs_master, whole_shapes
+from samestep.rules.rule import math_dtype
+from samestep.rules.state import MASTERS, needs_master, whole_shapes
 from samestep.update.lanes import Batch, dealt, temporary_bytes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 

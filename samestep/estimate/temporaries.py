@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented; the on
 from torch.utils._pytree import tree_leaves
 
 from samestep.groups.param_groups import rule_of
-from samestep.rules.rule import Rule
-from samestep.rules.state import math_dtype, state_shapes, stored_tensors
+from samestep.rules.rule import Rule, math_dtype
+from samestep.rules.state import state_shapes, stored_tensors
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
 

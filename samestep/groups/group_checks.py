@@ -16,7 +16,7 @@ from samestep.groups.param_groups import (
     options_of,
     parameter_names,
 )
-from samestep.rules.state import math_dtype
+from samestep.rules.rule import math_dtype
 
 STRIDED = {torch.strided}
 

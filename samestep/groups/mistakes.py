@@ -116,37 +116,25 @@ def refuse_second_clipping(model: nn.Module | None, max_grad_norm: float | None)
 class TrainingWatch:
     """Whether the optimizer trains what the user trains.
 
-    The model is looked at before steps 1, 2, 4, 8, ...; whether there are gradients at all until
-    there was one.
+    The model is looked at before steps 1, 2, 4, 8, ..., which are counted here as they begin;
+    whether there are gradients at all until there was one.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = None if model is None else weakref.ref(model)
-        self._steps = 0
-        self._next_look = 1
+        self.steps = 0
+        self.next_look = 1
         self._empty_steps = 0
         self._told: set[str] = set()  # parameters of the last warning
         self._answers: list[tuple[Tensor, torch.cuda.Event]] = []  # of a GPU
         self.waits = True  # no gradient has been seen yet
-
-    def is_due(self) -> bool:
-        """Count a step; whether it is one before which to look."""
-        self._steps += 1
-        if self._steps < self._next_look:
-            return False
-        self._next_look *= 2
-        return True
-
-    @property
-    def at_first_step(self) -> bool:
-        """Whether no step came before this one."""
-        return self._steps == 1
 
     def look_at_model(self, groups: Iterable[Group], only_rule: str | None) -> None:
         """Does the model train parameters that the optimizer does not have?
 
         `only_rule`: of an optimizer whose groups need not name their rule.
         """
+        self.next_look *= 2
         model = None if self._model is None else self._model()
         if model is None:
             return

@@ -63,9 +63,11 @@ class Adoption:
         if holds.expects_no_group and has_process_group():
             refuse_late_group()
             holds.expects_no_group = False  # a group of this process alone
-        if self.watch.is_due():
-            self.watch.look_at_model(groups, self._default_rule)
-            if self.watch.at_first_step and holds.distribution.grads == "local":
+        watch = self.watch
+        watch.steps += 1
+        if watch.steps == watch.next_look:
+            watch.look_at_model(groups, self._default_rule)
+            if watch.steps == 1 and holds.distribution.grads == "local":
                 for shared in holds.shared:
                     names = (spec.name for spec in shared.plan.params)
                     if warn_of_ddp(zip(names, shared.params, strict=True)):

@@ -27,7 +27,7 @@ from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
 from samestep.placements.registry import kind_of
-from samestep.placements.whole.in_flight import ParametersInFlight
+from samestep.placements.whole.gathering import ParametersInFlight
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules.converted import from_other_master, other_master
 from samestep.rules.state import MASTER, State
@@ -45,6 +45,7 @@ class Holdings:
     all that; stages: one rank of every pipeline stage.
     blocks: of every parameter what its matrix rule is run on; None where the rule is elementwise.
     placed: placements with other ranks, those of parts last.
+    placements: everything a step is about.
     is_deferred: there are no plans and no state yet.
     """
 
@@ -112,6 +113,12 @@ class Holdings:
         self.blocks: dict[Tensor, list[Block] | None] = {}
         self.checks = GroupChecks()
         self.local = LocalParameters(self.blocks, self.masters, self.distribution)
+        self._line_up()
+
+    def _line_up(self) -> None:
+        self.placements = list(self.placed)
+        if self.ranks is None or not self.placed:
+            self.placements.append(self.local)
 
     # --- plans and state ---------------------------------------------------------------------
 
@@ -147,6 +154,7 @@ class Holdings:
             placement.activate()
         # Parts last, whichever group came last.
         self.placed = sorted([*self.placed, *planned], key=lambda placed: placed.holds_parts)
+        self._line_up()
 
     def _plan_all(self, groups: Sequence[Group], state: States) -> None:
         for index, group in enumerate(groups):
@@ -195,7 +203,7 @@ class Holdings:
         whole: dict[str, State] = {}
         if self._has_state(state):
             before = groups_before(swapped, groups)
-            whole = FullValues(before, state, self.placements()).whole_state()
+            whole = FullValues(before, state, self.placements).whole_state()
         self.placed = []
         self._order_of_use = [swapped.get(param, param) for param in self._order_of_use]
         state.clear()
@@ -217,7 +225,7 @@ class Holdings:
     @torch.no_grad()
     def put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
         """Take out of a parameter's whole state what belongs here."""
-        holder = next((placed for placed in self.placements() if placed.holds(param)), None)
+        holder = next((placed for placed in self.placements if placed.holds(param)), None)
         for key in whole:
             assert holder is not None
             own = other_master(key)
@@ -238,13 +246,6 @@ class Holdings:
         """Who averages its gradients, and who updates it, in words."""
         held = next((placed for placed in self.placed if placed.holds(param)), Placement())
         return held.averaged_by(param), held.updated_by(param)
-
-    def placements(self) -> list[Placement]:
-        """Everything a step is about."""
-        placements = list(self.placed)
-        if self.ranks is None or not placements:
-            placements.append(self.local)
-        return placements
 
     @property
     def shared(self) -> tuple[ReplicatedParameters, ...]:

@@ -39,7 +39,7 @@ from samestep.optimizer.loading import PART, StateDict
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
 from samestep.placements.local import plain
-from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
+from samestep.placements.whole.gathering import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules.state import State
 
@@ -255,7 +255,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         `overlap_param_gather` is on; modules, `model.state_dict()` and `model.load_state_dict()`
         wait by themselves. Not collective.
         """
-        self._in_flight.wait_for_all()
+        if self._in_flight.arrivals:
+            self._in_flight.wait_for_all()
 
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text.
@@ -330,7 +331,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         if holds.is_deferred:
             holds.settle(self.param_groups, self.state)
         self.wait_for_parameters()
-        self._saved.changes()
+        if self._saved.is_known:
+            self._saved.changes()
         with self._runner.norm_begun(self.param_groups, scaled=inverse_scale is not None):
             problem = self._adoption.problem(self.param_groups, self.state)
             self._runner.run(self.param_groups, self.state, problem, inverse_scale)
@@ -425,7 +427,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _values(self) -> FullValues:
         self._adopt_swapped()
         self.wait_for_parameters()
-        return FullValues(self.param_groups, self.state, self.holdings.placements())
+        return FullValues(self.param_groups, self.state, self.holdings.placements)
 
     @torch.no_grad()
     def whole_state(self) -> dict[str, State]:
@@ -509,7 +511,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self.wait_for_parameters()
         self._saved.changes()
-        for placement in self.holdings.placements():
+        for placement in self.holdings.placements:
             placement.refresh_masters(self.state)
 
     def held_state(self) -> Iterator[tuple[str, HeldState]]:
@@ -522,7 +524,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._saved.changes()
         if self.holdings.ranks is None:
             self.holdings.local.make_missing_state(self.param_groups, self.state)
-        placements = self.holdings.placements()
+        placements = self.holdings.placements
         by_name = FullValues(self.param_groups, self.state, placements).by_name()
         names = {param: name for name, param in by_name.items()}
         for placement in placements:
@@ -535,7 +537,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """By name the ranks that have a plain parameter; ranks beyond have others, or none."""
         if self.holdings.outer is not None:  # what others have is a copy
             return {}
-        values = FullValues(self.param_groups, self.state, self.holdings.placements())
+        values = FullValues(self.param_groups, self.state, self.holdings.placements)
         return {
             name: held_by.members
             for name, param in values.by_name().items()

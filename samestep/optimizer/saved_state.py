@@ -44,16 +44,17 @@ class SavedState:
     """What the state dicts of one optimizer have; groups and state are handed in.
 
     as_built: there was no step yet, and nothing was loaded.
+    is_known: it is as built, or was gathered since it has changed.
     """
 
     def __init__(self, holdings: Holdings, *, as_built: bool = True) -> None:
         self._holds = holdings
         self._consolidated: Given | None = None  # good until the next change of the state
-        self._as_built = as_built
+        self._as_built = self.is_known = as_built
 
     def changes(self) -> None:
         """What was gathered is not the state any more."""
-        self._consolidated, self._as_built = None, False
+        self._consolidated, self._as_built, self.is_known = None, False, False
 
     def drop(self) -> None:
         """The state is that of other parameters now."""
@@ -95,6 +96,7 @@ class SavedState:
         keep = to is None or to == ranks.rank
         gathered = defaultdict(dict, _gathered(values(), keep=keep))
         self._consolidated = Given(gathered, None if keep else {**part, GATHERED_ON: to})
+        self.is_known = True
 
     def needs_no_plans(self, state_dict: StateDict) -> bool:
         """Whether plans may be put off further: it was saved before a first step."""

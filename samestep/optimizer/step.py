@@ -19,7 +19,7 @@ from samestep.comm.presence import (
     any_problem,
     tell_problem,
 )
-from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
+from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.optimizer.holdings import Holdings
@@ -40,6 +40,7 @@ from samestep.plan.schedule import (
     staging_bytes,
     step_schedule,
 )
+from samestep.rules import RULES
 from samestep.rules.rule import Rule
 from samestep.rules.state import State
 from samestep.update.compiled import CompiledRules
@@ -127,7 +128,7 @@ class StepRunner:
     ) -> None:
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
         self._groups = groups
-        self._placements = placements = self._holds.placements()
+        self._placements = placements = self._holds.placements
         self._device: torch.device = groups[0]["params"][0].device
         self._inverse_scale = inverse_scale
         self._verdict = Verdict()
@@ -359,7 +360,7 @@ class StepRunner:
                 self._placements[placement].drop_gradients(bucket)
         if not skip:
             # Elementwise groups first: few launches, during which the host prepares the others.
-            for index in sorted(by_group, key=lambda i: rule_of(self._groups[i]).kind):
+            for index in sorted(by_group, key=lambda i: RULES[self._groups[i]["rule"]].kind):
                 self._update_group(index, by_group[index])
 
     def _update_group(self, index: int, operands: list[Operand]) -> None:
@@ -397,7 +398,7 @@ class StepRunner:
     def _math(self, index: int, device: torch.device) -> GroupMath:
         """How the rule of a group is run in this step."""
         group = self._groups[index]
-        rule = rule_of(group)
+        rule = RULES[group["rule"]]  # a group without one has not come here
         return GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),

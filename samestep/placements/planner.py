@@ -25,11 +25,12 @@ from samestep.layout.boxes import mesh_of
 from samestep.placements.copies import Copies, find_copies, refuse_copies_nobody_averages
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import KINDS, Kind, kind_of
-from samestep.placements.whole.in_flight import ParametersInFlight
+from samestep.placements.whole.gathering import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec
 from samestep.rules import checks
-from samestep.rules.state import StoredTensors, math_dtype, state_shapes, stored_tensors
+from samestep.rules.rule import math_dtype
+from samestep.rules.state import StoredTensors, state_shapes, stored_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

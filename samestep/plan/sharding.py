@@ -15,8 +15,6 @@ from math import inf, prod
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.flat_ranges import in_runs, rounded_up
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
@@ -101,12 +99,10 @@ class Segment(NamedTuple):
         *starts, size = accumulate((piece.size for piece in pieces), initial=0)
         return cls(tuple(pieces), tuple(starts), size)
 
-    def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
-        """Each piece, and its part of a tensor that has the segment's elements: (piece.size,)."""
-        if len(self.pieces) == 1 and self.pieces[0].size == flat.numel():
-            return [(self.pieces[0], flat)]
+    def places(self) -> list[tuple[Piece, slice]]:
+        """Each piece, and where it lies in a tensor that has the segment's elements."""
         return [
-            (piece, flat[start : start + piece.size])
+            (piece, slice(start, start + piece.size))
             for piece, start in zip(self.pieces, self.starts, strict=True)
         ]
 

@@ -14,7 +14,7 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.layout.splits import Form
 from samestep.rules.noise import Origin, seed_of
-from samestep.rules.rule import Rule
+from samestep.rules.rule import Rule, math_dtype
 from samestep.rules.stored import (
     BLOCKS,
     EIGHT_BITS,
@@ -56,11 +56,6 @@ class StoredTensors(dict[str, Stored]):
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
-
-
-def math_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of state and arithmetic: float32, or float64 for float64 parameters."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def needs_master(param: Tensor, master_weights: bool) -> bool:

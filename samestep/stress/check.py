@@ -23,7 +23,7 @@ from samestep.groups.param_groups import LAYOUT_KEYS, Group, members
 from samestep.groups.routing import unwrapped, without_wrappers
 from samestep.layout.boxes import mesh_of
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.whole.in_flight import wait_for_anyone
+from samestep.placements.whole.gathering import wait_for_anyone
 from samestep.rules import RULES
 
 if TYPE_CHECKING:

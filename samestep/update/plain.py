@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from samestep.rules.converted import is_scale
 from samestep.rules.noise import Origin
-from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule
-from samestep.rules.state import MASTER, MASTERS, State, math_dtype
+from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule, math_dtype
+from samestep.rules.state import MASTER, MASTERS, State
 from samestep.rules.stored import (
     REMAINDER_KEY,
     SCALE_SUFFIX,
@@ -270,15 +269,20 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
 
 def wide_state(param: Tensor, state: State) -> State:
     """Moments in the math dtype, whatever they are kept in; a count of steps with them."""
-    dtype = math_dtype(param)
+    dtype, skipped = math_dtype(param), _no_moments(state)
     found = {}
     for key, tensor in state.items():
         scale = state.get(key + SCALE_SUFFIX)
         if scale is not None:
             found[key] = _in(dtype, _decoded(tensor, scale))
-        elif key not in MASTERS and not is_scale(key, state):
+        elif key not in skipped:
             found[key] = _in(dtype, tensor)
     return found
+
+
+def _no_moments(state: State) -> set[str]:
+    """Master copies, and the scales of what is kept in 8 bits."""
+    return {*MASTERS, *(key + SCALE_SUFFIX for key in state)}
 
 
 def _blocked_dim(codes: Tensor, scale: Tensor) -> int:
@@ -322,8 +326,9 @@ def state_pairs(
 
     Elements that are rounded at random are so by bits of their own, which `origin` knows.
     """
+    skipped = _no_moments(state)
     for key, tensor in state.items():
-        if key in MASTERS or is_scale(key, state):
+        if key in skipped:
             continue
         value = new.get(key, step)
         assert value is not None

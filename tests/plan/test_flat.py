@@ -31,8 +31,8 @@ def test_pieces_lie_in_their_buckets_as_in_their_parameters(plan):
         for segment, part in zip(
             bucket.segments, torch.split(flat, bucket.segment_sizes), strict=True
         ):
-            for piece, values in segment.parts(part):
-                assert torch.equal(values, torch.arange(piece.start, piece.stop))
+            for piece, place in segment.places():
+                assert torch.equal(part[place], torch.arange(piece.start, piece.stop))
                 seen[piece.param][piece.start : piece.stop] += 1
     assert all(bool((count == 1).all()) for count in seen)
     for place, spec in zip(where, plan.params, strict=True):

@@ -37,7 +37,8 @@ from samestep.plan.schedule import (
     WindowId,
 )
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.state import State, math_dtype
+from samestep.rules.rule import math_dtype
+from samestep.rules.state import State
 from samestep.update.plain import GroupMaths
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from samestep.layout.blocks import Shape
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
-from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, math_dtype
+from samestep.rules.rule import StagedRule, math_dtype
+from samestep.rules.state import State
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,

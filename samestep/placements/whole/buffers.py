@@ -21,8 +21,20 @@ class PackedGradients:
         self._held = held
         self._plan = plan
         self._reduce_dtype = reduce_dtype
-        # What every step asks of the plan.
-        self._runs = [bucket.runs for bucket in plan.buckets]
+        # What every step asks of the plan: of a run of pieces the parameter, its place in the
+        # bucket, and which elements of the parameter it has; None: all.
+        numels = [value.numel() for value in held.values()]
+        self._runs = [
+            [
+                (
+                    run.param,
+                    slice(start, start + run.size),
+                    None if run.size == numels[run.param] else slice(run.start, run.stop),
+                )
+                for run, start in bucket.runs
+            ]
+            for bucket in plan.buckets
+        ]
         self._sizes = [bucket.size for bucket in plan.buckets]
         self._members = [bucket.params for bucket in plan.buckets]
         # As planned: ranks send what they agreed on, also if one has converted its model since.
@@ -37,14 +49,13 @@ class PackedGradients:
         """The local gradients of a bucket, segment after segment; zeros where there is none."""
         dtype = self._reduce_dtype or self._dtypes[number]
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=self._devices[number])
-        for piece, start in self._runs[number]:
-            part = buffer[start : start + piece.size]
-            grad = self._dense(piece.param)
+        for index, place, elements in self._runs[number]:
+            grad = self._dense(index)
             if grad is None or zeros:
-                part.zero_()
+                buffer[place].zero_()
                 continue
             flat = grad.reshape(-1)
-            part.copy_(flat if piece.size == len(flat) else flat[piece.start : piece.stop])
+            buffer[place].copy_(flat if elements is None else flat[elements])
         return buffer
 
     def _dense(self, index: int) -> Tensor | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Seen = tuple[
     Piece, Tensor, list[MatrixView]
-]  # a piece or a range of it, its gradient, its matrices
+]  # a piece or a range of it, its gradient in the shape of the block, its matrices
 
 
 class _Known(NamedTuple):
@@ -69,7 +69,7 @@ class PieceViews:
             known = self._of(piece)
             if not known.matrices:
                 known.matrices.extend(self._matrices(piece, known.value, known.state, known.where))
-            yield piece, grad, known.matrices
+            yield piece, grad.view(known.value.shape), known.matrices
 
     def arrived(
         self,
@@ -88,7 +88,11 @@ class PieceViews:
                 value, grad = value[part.start : part.stop], grad[part.start : part.stop]
                 where = None if where is None else where.stretch(part.start, part.stop)
             make = partial(self._matrices, piece, value, state, where)
-            yield piece, grad, windows.made(window, place, (state, known.value), make)
+            yield (
+                piece,
+                grad.view(value.shape),
+                windows.made(window, place, (state, known.value), make),
+            )
 
     def _of(self, piece: Piece) -> _Known:
         address = self.held.address(piece.param)

@@ -92,6 +92,10 @@ class GradientReducer:
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
         self._headroom = 1 << (group.size - 1).bit_length()  # a power of two: the division is exact
+        self._divides = [
+            divides_first(reduce.dtype, group.size, exchange=reduce.traffic is Traffic.EXCHANGE)
+            for reduce in (of_bucket.reduce for of_bucket in transfers)
+        ]
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
         for number, members in enumerate(self._members):
@@ -189,8 +193,7 @@ class GradientReducer:
         transfer = self._transfers[number].reduce
         self._look_at_placements(self._members[number])
         buffer = self._packed(number)
-        exchange = transfer.traffic is Traffic.EXCHANGE
-        if divides_first(buffer.dtype, self._group.size, exchange=exchange):
+        if self._divides[number]:
             buffer = self._gradients.divided(number, buffer, self._headroom)
             self._divided.add(number)
         self.launched += 1

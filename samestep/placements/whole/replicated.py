@@ -154,6 +154,8 @@ class ReplicatedParameters(Placement):
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
         if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
             self._edits = GradientEdits(self.params)
+        # By bucket: the pieces that this rank owns, and where they lie in its segment.
+        self._owned = [bucket.owned(self.places.rank).places() for bucket in self.plan.buckets]
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._kinds_agreed = False
 
@@ -341,10 +343,10 @@ class ReplicatedParameters(Placement):
     def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
         """State by bucket, piece by piece; of blocks of which there are parts here, by chunk."""
         found: dict[tuple[Stage, int], list[Unit]] = {}
-        for number, bucket in enumerate(self.plan.buckets):
+        for number, owned in enumerate(self._owned):
             found["update", number] = [
                 self._views.unit(piece)
-                for piece in bucket.owned(self.places.rank).pieces
+                for piece, _ in owned
                 if piece.block is None or self.mesh is None
             ]
         if self.mesh is not None:
@@ -437,9 +439,9 @@ class ReplicatedParameters(Placement):
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
-        owned = self.plan.buckets[number].owned(self.places.rank)
         if self.distribution.grads == "local":
-            grads = owned.parts(self.reducer.take(number))
+            mean = self.reducer.take(number)
+            grads = [(piece, mean[place]) for piece, place in self._owned[number]]
             if self.mesh is not None:
                 grads = self.mesh.added_up(grads, self.reducer.kinds)
                 self.mesh.blocks.take(grads)
@@ -447,7 +449,7 @@ class ReplicatedParameters(Placement):
             self._grads[number] = grads
             return
         self._grads[number] = []
-        for piece in owned.pieces:
+        for piece, _ in self._owned[number]:
             param = self.params[piece.param]
             grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
             part = grad.reshape(-1)[piece.start : piece.stop]
@@ -466,10 +468,8 @@ class ReplicatedParameters(Placement):
                 continue
             index = self.plan.params[piece.param].group
             flag = present if isinstance(present, Tensor) else None
-            grads = [grad]
-            if piece.block is not None:
-                grad = grad.view(piece.block.shape)
-                grads = [grad] if piece.block.form is None else piece.block.form.views(grad)
+            form = None if piece.block is None else piece.block.form
+            grads = [grad] if form is None else form.views(grad)
             for own, (part, state, rows, origin) in zip(grads, views, strict=True):
                 yield index, Operand(part, own, state, flag, counted, rows=rows, origin=origin)
 

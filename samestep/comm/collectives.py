@@ -94,8 +94,8 @@ def add_up(
     if group.levels is not None:
         return _add_up_in_two(transfer, buffer, group, reuse=reuse)
     if transfer.traffic is Traffic.REDUCE_SCATTER:
-        return reduce_segments(transfer.name, buffer, transfer.sizes, group)
-    return exchange_segments(transfer.name, buffer, transfer.sizes, group, reuse=reuse)
+        return _reduced(transfer, buffer, group)
+    return _exchanged(transfer, buffer, group, reuse=reuse)
 
 
 def _add_up_in_two(
@@ -145,6 +145,15 @@ def exchange_segments(
     on where a segment lies. With `reuse` the sum may lie in a buffer, which lives as long as it
     does.
     """
+    transfer = of_segments(Traffic.EXCHANGE, name, buffer.dtype, sizes)
+    return _exchanged(transfer, buffer, group, reuse=reuse)
+
+
+def _exchanged(
+    transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool
+) -> Pending[Tensor]:
+    sizes = transfer.sizes
+    assert sizes is not None
     start = sum(sizes[: group.rank])
     own = buffer[start : start + sizes[group.rank]]
     if group.size == 1:
@@ -168,7 +177,6 @@ def exchange_segments(
         ]
         return sum_in_order(of_hosts, in_place=True)
 
-    transfer = of_segments(Traffic.EXCHANGE, name, buffer.dtype, sizes)
     call = partial(dist.all_to_all_single, received, buffer[others], incoming, outgoing)
     return _sent(transfer, group, call, (buffer, received), add_up)
 
@@ -200,11 +208,15 @@ def reduce_segments(
     name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[Tensor]:
     """Sum every rank's segments as the backend does; each rank gets the sum of its own."""
+    return _reduced(of_segments(Traffic.REDUCE_SCATTER, name, buffer.dtype, sizes), buffer, group)
+
+
+def _reduced(transfer: Transfer, buffer: Tensor, group: RankGroup) -> Pending[Tensor]:
     if group.size == 1:
         return Pending(None, (buffer,), lambda: buffer)
-    output = buffer.new_empty(sizes[group.rank])
-    transfer = of_segments(Traffic.REDUCE_SCATTER, name, buffer.dtype, sizes)
-    call = partial(dist.reduce_scatter, output, list(torch.split(buffer, list(sizes))))
+    assert transfer.sizes is not None
+    output = buffer.new_empty(transfer.sizes[group.rank])
+    call = partial(dist.reduce_scatter, output, list(torch.split(buffer, list(transfer.sizes))))
     return _sent(transfer, group, call, (buffer, output), lambda: output)
 
 
@@ -230,7 +242,7 @@ def gather_segments(
         return Pending(
             None, (segment,), lambda: [part.view(torch.int16) for part in bytes_of_all.wait()]
         )
-    gather = gather_stretch(name, segment, sizes, group)
+    gather = gather_stretch(_gather_of(name, segment, sizes, group), segment, group)
 
     def take_apart() -> list[Tensor]:
         stretch = gather.wait().stretch
@@ -244,8 +256,14 @@ def gather_segments(
     return Pending(None, (segment,), take_apart)
 
 
+def _gather_of(name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup) -> Transfer:
+    """What gathers segments between these ranks, where no plan says it."""
+    on_cpu, uneven = segment.device.type == "cpu", is_nccl(group, segment.device)
+    return gather_of(name, segment.dtype, sizes, on_cpu=on_cpu, uneven=uneven)
+
+
 def gather_stretch(
-    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup, into: Tensor | None = None
+    transfer: Transfer, segment: Tensor, group: RankGroup, into: Tensor | None = None
 ) -> Pending[Gathered]:
     """Give everyone the segments of all ranks side by side, in `into` if that is given.
 
@@ -254,14 +272,9 @@ def gather_stretch(
     if group.size == 1:
         return Pending(None, (segment,), lambda: Gathered(segment, 0))
     if group.levels is not None:
-        return _gather_in_two(name, segment, sizes, group, into)
-    transfer = gather_of(
-        name,
-        segment.dtype,
-        sizes,
-        on_cpu=segment.device.type == "cpu",
-        uneven=is_nccl(group, segment.device),
-    )
+        return _gather_in_two(transfer, segment, group, into)
+    sizes = transfer.sizes
+    assert sizes is not None
     if transfer.traffic in (Traffic.UNEVEN_GATHER, Traffic.ALL_GATHER):
         whole = segment.new_empty(sum(sizes)) if into is None else into
         if transfer.traffic is Traffic.UNEVEN_GATHER:
@@ -281,10 +294,12 @@ def gather_stretch(
 
 
 def _gather_in_two(
-    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup, into: Tensor | None
+    transfer: Transfer, segment: Tensor, group: RankGroup, into: Tensor | None
 ) -> Pending[Gathered]:
     """The segments of this rank's column from other hosts, then the other columns in the host."""
     assert group.levels is not None
+    assert transfer.sizes is not None
+    name, sizes = transfer.name, transfer.sizes
     inside, across = group.levels
     columns, mine = _columns(sizes, group.levels)
     whole = segment.new_empty(sum(sizes)) if into is None else into
@@ -292,10 +307,12 @@ def _gather_in_two(
     own = torch.split(column, list(mine))[across.rank]
     if into is None:
         own.copy_(segment)
-    first = gather_stretch(f"{name}, across hosts", own, mine, across, into=column)
+    of_column = _gather_of(f"{name}, across hosts", own, mine, across)
+    first = gather_stretch(of_column, own, across, into=column)
 
     def then(_: Gathered) -> Pending[Gathered]:
-        others = gather_stretch(f"{name}, in hosts", column, columns, inside, into=whole)
+        of_others = _gather_of(f"{name}, in hosts", column, columns, inside)
+        others = gather_stretch(of_others, column, inside, into=whole)
 
         def all_of_it() -> Gathered:
             others.wait()

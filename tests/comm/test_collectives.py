@@ -20,6 +20,7 @@ from samestep.comm.collectives import (
     total,
 )
 from samestep.comm.groups import RankGroup, rank_group
+from samestep.plan.transfers import gather_of
 from tests.ranks import run_forked, run_threaded
 
 WORLDS = [1, 2, 3, 4, 5]
@@ -89,7 +90,8 @@ def every_collective(rank, world, dtype):
         found["gather", make_sizes.__name__, "exact"] = gathered, contribution(99, size, dtype)
         room = torch.full((size,), -1.0, dtype=dtype)
         room[mine] = part
-        gather_stretch("g", room[mine], sizes, group, into=room).wait()
+        transfer = gather_of("g", dtype, sizes, on_cpu=True, uneven=False)
+        gather_stretch(transfer, room[mine], group, into=room).wait()
         found["gather in place", make_sizes.__name__, "exact"] = room, contribution(99, size, dtype)
     marks = torch.tensor([rank, -rank, 3, int(rank == world - 1)], dtype=torch.int32)
     largest = torch.tensor([world - 1, 0, 3, 1], dtype=torch.int32)

@@ -50,19 +50,17 @@ class ParameterGatherer:
         if transfer is None:
             return
         assert transfer.sizes is not None
-        sizes, whole = list(transfer.sizes), None
+        whole = None
         if self.flat is not None:
             whole = self.flat.room(number)
-            segment = torch.split(whole, sizes)[self.places.rank]
+            segment = torch.split(whole, list(transfer.sizes))[self.places.rank]
         else:
             mine = [self.held.piece(piece) for piece in bucket.owned(self.places.rank).pieces]
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
         self.advance()
-        self._flying[number] = gather_stretch(
-            transfer.name, segment, sizes, self.places, into=whole
-        )
+        self._flying[number] = gather_stretch(transfer, segment, self.places, into=whole)
         if self.in_flight is not None:
             members = [self.held.params[index] for index in bucket.params]
             self.in_flight.add(members, partial(self.place, number))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
-from samestep.placements.parts.block_moves import BlockMoves
-from samestep.placements.parts.block_stages import PlainStages
+from samestep.placements.parts.block_stages import BlockMoves, PlainStages
 from samestep.placements.parts.held_parts import BlockState, HeldParts
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit

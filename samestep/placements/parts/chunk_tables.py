@@ -28,7 +28,7 @@ from samestep.kernels.parts import (
 )
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.splits import Form
-from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.block_stages import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor

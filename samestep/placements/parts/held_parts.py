@@ -64,6 +64,7 @@ class HeldParts:
     groups: Sequence[Group] = field(init=False)
     present: list[bool | Tensor] = field(init=False, default_factory=list)
     _come: dict[Key, BlockState] = field(init=False, default_factory=dict)
+    _elements: dict[int, Whereabouts | None] = field(init=False, default_factory=dict)
 
     def value_of(self, index: int) -> Tensor:
         """What this rank holds of a parameter, to write into."""
@@ -79,11 +80,14 @@ class HeldParts:
 
     def elements_of(self, index: int) -> Whereabouts | None:
         """Which elements this rank holds of a parameter; None: nothing is rounded at random."""
-        spec = self.specs[index]
-        where = whereabouts(spec.name, spec.shape, spec.stored)
-        if where is None:
-            return None
-        return where.at(where.elements[self.boxes[index].boxes[self.group.rank].slices])
+        if index not in self._elements:  # which plans have decided
+            spec = self.specs[index]
+            where = whereabouts(spec.name, spec.shape, spec.stored)
+            if where is not None:
+                box = self.boxes[index].boxes[self.group.rank]
+                where = where.at(where.elements[box.slices])
+            self._elements[index] = where
+        return self._elements[index]
 
     def origin_of(self, part: HeldPart) -> Origin | None:
         """Where a part lies in the whole parameter."""
@@ -143,11 +147,12 @@ class HeldParts:
 
     def kept_of_whole(self, route: Route) -> State:
         """The state of a whole block where it stays between steps, perhaps on the host."""
-        spec = self.specs[route.param]
-        group = self.groups[spec.group]
         state = self.state_of(route.param)
         of_whole = {key: state[key] for key in state if self.is_of_whole(route.param, key)}
-        blocks = spec.blocks or ()
+        if not of_whole:
+            return {}
+        spec = self.specs[route.param]
+        group, blocks = self.groups[spec.group], spec.blocks or ()
         return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[route.number]
 
     def states_of_matrices(self, route: Route) -> list[State]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
-from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.block_stages import BlockMoves
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.rules.state import State

@@ -28,8 +28,7 @@ from samestep.groups.param_groups import (
 )
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
-from samestep.groups.table import table
-from samestep.groups.table_state import state_lines
+from samestep.groups.table import state_lines, table
 from samestep.layout.boxes import HeldState, mesh_of
 from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption

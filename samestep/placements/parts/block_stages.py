@@ -144,10 +144,29 @@ class PlainStages:
             state = held.part_of_state(part)
             target = part.of(held.value_of(route.param))
             value = exact_value(target, state)
-            along = direction.to(value.dtype)
-            new = _finished(rule, part, self._matrices_of[route.key], value, along, of_group)
+            new = self._finished(rule, part, value, direction.to(value.dtype), of_group)
             held.put(route, of_group, parameter_pairs(target, state, new))
             held.count(route, of_group, direction)
+
+    def _finished(
+        self, rule: StagedRule, part: HeldPart, value: Tensor, direction: Tensor, math: GroupMath
+    ) -> Tensor:
+        """The step of a part; matrices of its block may differ in shape, so in their rate."""
+        block, matrices = part.route.block, self._matrices_of[part.route.key]
+        shapes = list(dict.fromkeys(matrices))
+        if len(shapes) == 1:
+            return rule.finish(value, direction, shapes[0], math.scalars, math.options)
+        assert block.form is not None
+        dim = block.form.dim + int(block.matrix is not None)
+        numbers = block.form.numbers()[part.in_block[dim]]
+        new = torch.empty_like(value)
+        for shape in shapes:
+            own = [place for place, n in enumerate(numbers) if matrices[n] == shape]
+            if own:
+                places = torch.tensor(own, device=value.device)
+                parts = value.index_select(dim, places), direction.index_select(dim, places)
+                new.index_copy_(dim, places, rule.finish(*parts, shape, math.scalars, math.options))
+        return new
 
 
 class _Matrix(NamedTuple):
@@ -158,32 +177,6 @@ class _Matrix(NamedTuple):
     value: Tensor
     state: State
     direction: Tensor | None  # None: the block is this matrix
-
-
-def _finished(
-    rule: StagedRule,
-    part: HeldPart,
-    matrices: Sequence[Shape],
-    value: Tensor,
-    direction: Tensor,
-    of_group: GroupMath,
-) -> Tensor:
-    """The step along a direction, of a part; its matrices may differ in shape, so in their rate."""
-    block, math = part.route.block, (of_group.scalars, of_group.options)
-    shapes = list(dict.fromkeys(matrices))
-    if len(shapes) == 1:
-        return rule.finish(value, direction, shapes[0], *math)
-    assert block.form is not None
-    dim = block.form.dim + int(block.matrix is not None)
-    numbers = block.form.numbers()[part.in_block[dim]]
-    new = torch.empty_like(value)
-    for shape in shapes:
-        own = [place for place, n in enumerate(numbers) if matrices[n] == shape]
-        if own:
-            places = torch.tensor(own, device=value.device)
-            parts = value.index_select(dim, places), direction.index_select(dim, places)
-            new.index_copy_(dim, places, rule.finish(*parts, shape, *math))
-    return new
 
 
 # --- how parts travel ----------------------------------------------------------------------------

@@ -21,16 +21,10 @@ class PackedGradients:
         self._held = held
         self._plan = plan
         self._reduce_dtype = reduce_dtype
-        # What every step asks of the plan: of a run of pieces the parameter, its place in the
-        # bucket, and which elements of the parameter it has; None: all.
-        numels = [value.numel() for value in held.values()]
+        # What every step asks of the plan: where in a bucket which elements of a parameter go.
         self._runs = [
             [
-                (
-                    run.param,
-                    slice(start, start + run.size),
-                    None if run.size == numels[run.param] else slice(run.start, run.stop),
-                )
+                (run.param, slice(start, start + run.size), slice(run.start, run.stop))
                 for run, start in bucket.runs
             ]
             for bucket in plan.buckets
@@ -53,9 +47,8 @@ class PackedGradients:
             grad = self._dense(index)
             if grad is None or zeros:
                 buffer[place].zero_()
-                continue
-            flat = grad.reshape(-1)
-            buffer[place].copy_(flat if elements is None else flat[elements])
+            else:
+                buffer[place].copy_(grad.reshape(-1)[elements])
         return buffer
 
     def _dense(self, index: int) -> Tensor | None:

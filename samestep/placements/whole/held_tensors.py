@@ -33,11 +33,14 @@ class HeldTensors:
     # torch has no public way to move what a DTensor holds, and `to_local` is a part of autograd:
     # in every step this is asked of every parameter, so what is held is looked at directly.
 
-    def value(self, index: int) -> Tensor:
-        """A view to read from and write to."""
+    def _held(self, index: int) -> Tensor:
         dtensor = self._dtensors[index]
         held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
-        return held.detach()
+        return held
+
+    def value(self, index: int) -> Tensor:
+        """A view to read from and write to."""
+        return self._held(index).detach()
 
     def piece(self, piece: Piece) -> Tensor:
         """The same of a piece, (size,)."""
@@ -50,9 +53,7 @@ class HeldTensors:
 
     def address(self, index: int) -> int:
         """Where a value lies."""
-        dtensor = self._dtensors[index]
-        held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
-        return held.data_ptr()
+        return self._held(index).data_ptr()
 
     def changed(
         self, names: Sequence[str], group: RankGroup, *, contiguous: bool
@@ -64,9 +65,7 @@ class HeldTensors:
                 return changed_parameter(
                     names[index], index, f"is {now} now, and was {then}", group
                 )
-            dtensor = self._dtensors[index]
-            held = param if dtensor is None else dtensor._local_tensor
-            if contiguous and not held.is_contiguous():
+            if contiguous and not self._held(index).is_contiguous():
                 return changed_parameter(names[index], index, "is not contiguous any more", group)
         return None
 

@@ -22,9 +22,8 @@ from samestep.rules.state import MatrixView, State, Whereabouts, matrix_views, w
 if TYPE_CHECKING:
     from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
-Seen = tuple[
-    Piece, Tensor, list[MatrixView]
-]  # a piece or a range of it, its gradient in the shape of the block, its matrices
+# A piece or a range of it, its gradient in the shape of the block, its matrices.
+Seen = tuple[Piece, Tensor, list[MatrixView]]
 
 
 class _Known(NamedTuple):
@@ -88,11 +87,8 @@ class PieceViews:
                 value, grad = value[part.start : part.stop], grad[part.start : part.stop]
                 where = None if where is None else where.stretch(part.start, part.stop)
             make = partial(self._matrices, piece, value, state, where)
-            yield (
-                piece,
-                grad.view(value.shape),
-                windows.made(window, place, (state, known.value), make),
-            )
+            matrices = windows.made(window, place, (state, known.value), make)
+            yield piece, grad.view(value.shape), matrices
 
     def _of(self, piece: Piece) -> _Known:
         address = self.held.address(piece.param)

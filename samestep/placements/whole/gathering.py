@@ -42,7 +42,8 @@ class ParameterGatherer:
 
     def __post_init__(self) -> None:
         self._flying: dict[int, Pending[Gathered]] = {}
-        self._runs_of_others: dict[int, list[tuple[Piece, int]]] = {}
+        self._owned = [bucket.owned(self.places.rank).pieces for bucket in self.plan.buckets]
+        self._runs_of_others: dict[int, list[tuple[Piece, int, int]]] = {}
 
     def launch(self, number: int) -> None:
         """Start sending the updated pieces of a bucket."""
@@ -55,7 +56,7 @@ class ParameterGatherer:
             whole = self.flat.room(number)
             segment = torch.split(whole, list(transfer.sizes))[self.places.rank]
         else:
-            mine = [self.held.piece(piece) for piece in bucket.owned(self.places.rank).pieces]
+            mine = [self.held.piece(piece) for piece in self._owned[number]]
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
@@ -79,18 +80,18 @@ class ParameterGatherer:
             self.flat.arrived(number)
             return
         stretch, first = arrived
-        for piece, start in self._of_others(number):
-            part = stretch[start - first : start - first + piece.size]
-            self.held.piece(piece).copy_(part)
+        for piece, start, stop in self._of_others(number):
+            self.held.piece(piece).copy_(stretch[start - first : stop - first])
 
-    def _of_others(self, number: int) -> list[tuple[Piece, int]]:
-        """What others own in a bucket, in runs, and where it starts."""
+    def _of_others(self, number: int) -> list[tuple[Piece, int, int]]:
+        """What others own in a bucket, in runs, and where each lies."""
         known = self._runs_of_others.get(number)
         if known is None:
             bucket, rank = self.plan.buckets[number], self.places.rank
             segments = list(bucket.segments)
             segments[rank] = Segment((), (), segments[rank].size)
-            known = list(Bucket(bucket.dtype, tuple(segments)).runs)
+            runs = Bucket(bucket.dtype, tuple(segments)).runs
+            known = [(piece, start, start + piece.size) for piece, start in runs]
             self._runs_of_others[number] = known
         return known
 

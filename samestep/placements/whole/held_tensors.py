@@ -44,8 +44,7 @@ class HeldTensors:
 
     def piece(self, piece: Piece) -> Tensor:
         """The same of a piece, (size,)."""
-        flat = self.value(piece.param).view(-1)
-        return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
+        return self.value(piece.param).view(-1)[piece.start : piece.stop]
 
     def values(self) -> list[Tensor]:
         """What this rank holds of every parameter."""

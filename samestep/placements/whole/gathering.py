@@ -91,8 +91,7 @@ class ParameterGatherer:
             segments = list(bucket.segments)
             segments[rank] = Segment((), (), segments[rank].size)
             runs = Bucket(bucket.dtype, tuple(segments)).runs
-            known = [(piece, start, start + piece.size) for piece, start in runs]
-            self._runs_of_others[number] = known
+            known = self._runs_of_others[number] = [(p, at, at + p.size) for p, at in runs]
         return known
 
 

@@ -517,8 +517,8 @@ REGISTER: tuple[Assumption, ...] = (
         "are divided first.",
         _narrow_sums,
         "samestep.plan.transfers:divides_first",
-        "in every step",
-        "one more pass over float16 gradients, nothing for others",
+        "at construction",
+        "in every step one more pass over float16 gradients, nothing for others",
     ),
     Assumption(
         "finite gradients",

@@ -91,6 +91,8 @@ def add_up(
     if transfer.traffic is Traffic.ALL_REDUCE:
         return total(transfer.name, buffer, group)
     assert transfer.sizes is not None
+    # What is counted is what is sent.
+    assert (transfer.elements, transfer.dtype) == (buffer.numel(), buffer.dtype), transfer.name
     if group.levels is not None:
         return _add_up_in_two(transfer, buffer, group, reuse=reuse)
     if transfer.traffic is Traffic.REDUCE_SCATTER:

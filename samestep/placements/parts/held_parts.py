@@ -84,8 +84,7 @@ class HeldParts:
             spec = self.specs[index]
             where = whereabouts(spec.name, spec.shape, spec.stored)
             if where is not None:
-                box = self.boxes[index].boxes[self.group.rank]
-                where = where.at(where.elements[box.slices])
+                where = where.at(where.elements[self.boxes[index].boxes[self.group.rank].slices])
             self._elements[index] = where
         return self._elements[index]
 

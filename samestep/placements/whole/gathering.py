@@ -60,6 +60,8 @@ class ParameterGatherer:
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
+        planned = transfer.sizes[self.places.rank], transfer.dtype
+        assert planned == (segment.numel(), segment.dtype), transfer.name
         self.advance()
         self._flying[number] = gather_stretch(transfer, segment, self.places, into=whole)
         if self.in_flight is not None:

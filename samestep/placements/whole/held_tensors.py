@@ -27,9 +27,6 @@ class HeldTensors:
         ]
         self._were = [(param.dtype, param.device) for param in self.params]
 
-    def __len__(self) -> int:
-        return len(self.params)
-
     # torch has no public way to move what a DTensor holds, and `to_local` is a part of autograd:
     # in every step this is asked of every parameter, so what is held is looked at directly.
 
@@ -48,7 +45,7 @@ class HeldTensors:
 
     def values(self) -> list[Tensor]:
         """What this rank holds of every parameter."""
-        return [self.value(index) for index in range(len(self))]
+        return [self.value(index) for index in range(len(self.params))]
 
     def address(self, index: int) -> int:
         """Where a value lies."""

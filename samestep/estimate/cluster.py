@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -273,8 +273,16 @@ class Job:
         return LayerMemory(self.model.shape, self.degrees, self.batch, dtype, on_cpu=on_cpu)
 
     def module(self, stage: int) -> nn.Module:
-        """What a rank of the pipeline has."""
-        return stage_of(self.model.module, stage, self.degrees.pp, self.settings.stages_per_rank)
+        """What a rank of the pipeline has; asked for again and again, and made once."""
+        if stage not in self._modules:
+            self._modules[stage] = stage_of(
+                self.model.module, stage, self.degrees.pp, self.settings.stages_per_rank
+            )
+        return self._modules[stage]
+
+    @cached_property
+    def _modules(self) -> dict[int, nn.Module]:
+        return {}
 
     def stages(self) -> Iterator[int]:
         """Of pipeline stages with the same shapes the first: their plans are the same.

@@ -432,7 +432,7 @@ class Elsewhere(nn.Module):
         super().__init__()
         # Not as parameters: nobody here trains, moves or saves them.
         self.named = [
-            (name, torch.empty_like(param, device="meta"))
+            (name, param.detach().to("meta"))
             for name, param in module.named_parameters()
             if param.requires_grad
         ]

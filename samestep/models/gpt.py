@@ -305,6 +305,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw every matrix anew from torch's global generator; norms start at one."""
+        if self.embedding.weight.is_meta:
+            return  # no values to draw, which takes torch milliseconds each all the same
         nn.init.normal_(self.embedding.weight)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):

@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from samestep.estimate.blueprint import Blueprint, Spread, SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.grid import Beside, Grid
 from samestep.estimate.hardware import Hardware, device_of
-from samestep.estimate.model import Model, is_expert, layers_of, stage_of
+from samestep.estimate.model import Model, is_expert, layers_of
 from samestep.groups.distribution import Offload
 from samestep.groups.routing import EMBEDDING_NAME
 from samestep.groups.state_flags import StateWord, state_dtypes_of
@@ -273,16 +273,8 @@ class Job:
         return LayerMemory(self.model.shape, self.degrees, self.batch, dtype, on_cpu=on_cpu)
 
     def module(self, stage: int) -> nn.Module:
-        """What a rank of the pipeline has; asked for again and again, and made once."""
-        if stage not in self._modules:
-            self._modules[stage] = stage_of(
-                self.model.module, stage, self.degrees.pp, self.settings.stages_per_rank
-            )
-        return self._modules[stage]
-
-    @cached_property
-    def _modules(self) -> dict[int, nn.Module]:
-        return {}
+        """What a rank of the pipeline has."""
+        return self.model.stage(stage, self.degrees.pp, self.settings.stages_per_rank)
 
     def stages(self) -> Iterator[int]:
         """Of pipeline stages with the same shapes the first: their plans are the same.

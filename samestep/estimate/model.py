@@ -8,6 +8,7 @@ import difflib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,6 +299,17 @@ class Model:
         if self.shape is None or not self.shape.experts or not self.shape.active_experts:
             return 1.0
         return self.shape.active_experts / self.shape.experts
+
+    def stage(self, stage: int, stages: int, per_rank: int = 1) -> nn.Module:
+        """As `stage_of` makes it, once: jobs of one model ask for the same again and again."""
+        key = stage, stages, per_rank
+        if key not in self._stages:
+            self._stages[key] = stage_of(self.module, *key)
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, int], nn.Module]:
+        return {}
 
 
 def load_model(text: str, dtype: torch.dtype) -> Model:

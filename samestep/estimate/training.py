@@ -13,7 +13,6 @@ from samestep.estimate.collectives import Counted, counted, seconds_of
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.model import stage_of
 from samestep.estimate.sends import LayerSends
 from samestep.estimate.slots import Slot, play
 from samestep.plan.links import Fabric
@@ -62,7 +61,7 @@ def training_of(job: Job, stage: int = 0) -> Training | None:
     sends = None if job.layers is None else LayerSends(job.layers)
     every = [] if sends is None else [sends.of_rank(rank) for rank in range(degrees.pp)]
     stages = degrees.pp * batch.stages_per_rank
-    parts = [stage_of(job.model.module, number, stages) for number in range(stages)]
+    parts = [job.model.stage(number, stages) for number in range(stages)]
     elements = [_elements(part, job) for part in parts]
     busy = [Busy()] * stages
     for of_rank in every:

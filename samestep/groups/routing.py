@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from samestep.fsdp.ordered_reduction import use_ordered_reduction
-from samestep.placements.registry import local_of
+from samestep.layout.boxes import local_of
 from tests.test_sharded import Net, fsdp, loss_of
 
 HIDDEN = 36  # tensor parallel over two ranks can cut it, and three ranks cut it unevenly

@@ -253,14 +253,6 @@ class _Request:
     lie: dict[Tensor, SpreadOver] = field(default_factory=dict)
 
     @property
-    def groups(self) -> list[Group]:
-        return self.optimizer.param_groups
-
-    @property
-    def distribution(self) -> Distribution:
-        return self.optimizer.holdings.distribution
-
-    @property
     def on_gpu(self) -> bool:  # and NCCL carries
         return self.device.type != "cpu"
 
@@ -283,11 +275,12 @@ class _Request:
     def beside(self) -> Distribution:
         """Of what is averaged here."""
         others = self.meshes.keys() - self.copies.keys()
-        return self.distribution.beside_dtensors() if others else self.distribution
+        distribution = self.optimizer.holdings.distribution
+        return distribution.beside_dtensors() if others else distribution
 
     def members(self, indices: Sequence[int], only: Callable[[Tensor], bool]) -> PlanMembers:
         holds = self.optimizer.holdings
-        return holds.planner.members(self.groups, indices, holds.blocks, only)
+        return holds.planner.members(self.optimizer.param_groups, indices, holds.blocks, only)
 
     def links(self, peers: Peers) -> Fabric:
         if self.hardware is not None:
@@ -322,7 +315,7 @@ def _whole(asked: _Request) -> Iterator[Placed]:
     if everyone.size * (1 if outer is None else outer.size) == 1:
         return  # one process: nothing is shared
     plain: dict[Peers, list[int]] = {everyone: []}
-    for index, group in enumerate(asked.groups):
+    for index, group in enumerate(asked.optimizer.param_groups):
         if any(asked.kinds[param] == "whole" for param in group["params"]):
             plain.setdefault(asked.own_peers.get(index, everyone), []).append(index)
     for peers, indices in plain.items():
@@ -340,11 +333,12 @@ def _whole(asked: _Request) -> Iterator[Placed]:
 
 def _parts(asked: _Request) -> Iterator[Placed]:
     """DTensors: one placement for each mesh."""
-    grid, lie, distribution = asked.grid, asked.lie, asked.distribution
+    grid, lie, groups = asked.grid, asked.lie, asked.optimizer.param_groups
+    distribution = asked.optimizer.holdings.distribution
     held_as = cache(partial(_held, grid))  # layers are alike
     for mesh in asked.meshes:
         there = {param for param, over in lie.items() if over.mesh == mesh}
-        members = asked.members(range(len(asked.groups)), there.__contains__)
+        members = asked.members(range(len(groups)), there.__contains__)
         params, specs, *_ = members
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:

@@ -73,10 +73,10 @@ def side_by_side(
     The first lane is the current stream. What another one reads has to be kept until this returns:
     memory of the current stream that is free is given to the first lane.
     """
-    found: dict[int, T] = {}
-    if device.type != "cuda":
-        found.update((number, run(number)) for lane in lanes for number in lane)
+    if device.type != "cuda" or len(lanes) == 1:
+        found = {number: run(number) for lane in lanes for number in lane}
         return [found[number] for number in sorted(found)]
+    found = {}
     own = torch.cuda.current_stream(device)
     others = [_stream(device, number) for number in range(1, len(lanes))]
     for stream in others:  # before the first lane has anything to do

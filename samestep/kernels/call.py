@@ -28,6 +28,7 @@ WIDE = 256  # columns of the tile, as large, of a block that is not turned
 # for some of them to compute while others wait for memory.
 SMALL_CHUNK, SMALL_WARPS = 1024, 4
 CODED_TILE, CODED_WARPS = 2048, 4  # elements of a tile as wide as a block of codes
+CODED_REGISTERS = 80  # of a thread at most: six programs at a time instead of four or five
 SEVERAL = 4  # tiles of one program without codes, which begins with a hash of seed and step
 
 
@@ -39,12 +40,14 @@ def tiled(codes: int = 0, *, turned: bool = True) -> dict[str, Any]:
 
     `codes`: how many share a scale; a tile has whole rows of them.
     """
-    rows, cols, warps = TILE, TILE, 8
+    rows, cols, warps, registers = TILE, TILE, 8, {}
     if codes:
         rows, cols, warps = max(1, CODED_TILE // codes), codes, CODED_WARPS
+        registers = {"maxnreg": CODED_REGISTERS}
     elif not turned:
         rows, cols = max(1, TILE**2 // WIDE), WIDE
-    return {"ROWS": rows, "COLS": cols, "num_warps": warps, "enable_fp_fusion": FUSION}
+    cut = {"ROWS": rows, "COLS": cols, "num_warps": warps, "enable_fp_fusion": FUSION}
+    return {**cut, **registers}
 
 
 def tiles(rows: int, cols: int, cut: Mapping[str, Any]) -> int:

@@ -6,8 +6,9 @@ momentum (one pass: gradient and momentum in, momentum and 16-bit direction out)
 Products are in float16, whose range is small: a power of two brings each direction to a norm of
 8 to 16 and changes no digit. The norm is known only after the pass that writes the direction, so
 that pass takes the power of the step before; where it has become another one (when a norm passes a
-power of two), the direction is written once more. So no result depends on an earlier step. Where
-momenta are kept in fewer bits, that pass writes bfloat16, and a short one multiplies.
+power of two), the direction is written once more. So no result depends on an earlier step. A
+momentum that is kept in fewer bits is no longer what its direction came from: then that pass writes
+the direction in bfloat16 too, beside, where the orthogonalization has room for its result later.
 
 Of blocks that came together from parts only the middle is done here: `parts` has their ends.
 """
@@ -280,19 +281,18 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
         assert source[1] is not None
         count_step(own.rounding.steps, source[1].writes, step)
     small = own is not None and own.state_dtype is not tl.float32
-    if (options["equilibrate"] or small) and _in_bfloat16(options):
-        # In bfloat16 at first, which has all digits of rows of any size, and needs no power. A
-        # small momentum is rounded in this pass: nobody could write a direction again.
+    if options["equilibrate"] and _in_bfloat16(options):
+        # In bfloat16 at first, which has all digits of rows of any size, and needs no power.
         given = directions.view(torch.bfloat16)
         numbers = _numbers(_pass(source, given, step)(None), step)
-        if options["equilibrate"]:
-            return _equilibrated(blocks, given, directions, numbers, step)
-        _multiply(given, directions, numbers.powers)
-        return numbers.scales
+        return _equilibrated(blocks, given, directions, numbers, step)
     run = _pass(source, directions, step)
-    if own is not None and not small:
-        numbers = _numbers(run(own.powers), step, own.powers)
-        _write_again(own, source[1], directions, numbers, step)
+    if own is not None and (not small or _in_bfloat16(options)):
+        # A small momentum is rounded in this pass: it does not give its direction again.
+        shape = own.count, own.rows, own.cols
+        unscaled = directions.new_empty(shape, dtype=torch.bfloat16) if small else None
+        numbers = _numbers(run(own.powers, unscaled=unscaled), step, own.powers)
+        _write_again(own, source[1], directions, unscaled, numbers, step)
     else:
         numbers = _numbers(run(None, only_sums=True), step)
         run(numbers.powers)
@@ -318,12 +318,15 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
     programs = -(-_tiles(blocks, directions, cut) // several)
     sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
 
-    def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
+    def run(
+        powers: Tensor | None, *, unscaled: Tensor | None = None, only_sums: bool = False
+    ) -> Tensor:
         muon_tiles.momentum[(programs, count)](
             given,
             momenta,
             directions=directions,
             powers=powers,
+            unscaled=unscaled,
             sums=sums,
             only_if=step.only_if,
             writes=writes,
@@ -343,14 +346,6 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
         return sums
 
     return run
-
-
-def _multiply(given: Tensor, directions: Tensor, powers: Tensor) -> None:
-    """bfloat16 into float16 in the same memory, (count, short, long), each times its power."""
-    count, size = len(given), given[0].numel()
-    muon_tiles.multiplied[(-(-size // call.CHUNK), count)](
-        given, directions, powers, size, BLOCK=call.CHUNK, num_warps=8
-    )
 
 
 def _numbers(
@@ -387,6 +382,7 @@ def _write_again(
     blocks: MuonBlocks,
     grads: Gradients | None,
     directions: Tensor,
+    unscaled: Tensor | None,  # (count, rows, cols): the same without powers; None: from momenta
     numbers: _Numbers,
     step: Step,
 ) -> None:
@@ -398,6 +394,7 @@ def _write_again(
         grads.addresses,
         blocks.momenta.addresses,
         directions,
+        unscaled,
         numbers.powers,
         numbers.again,
         tiles=in_block,

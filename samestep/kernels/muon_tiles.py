@@ -147,6 +147,7 @@ def momentum(
     origins,  # (count, 4): see `call.Origins`; RANDOM
     directions,  # (count, short, long), padded; the transpose of a tall block
     powers,  # (count,): the direction is multiplied with it; None: not
+    unscaled,  # (count, rows, cols) bfloat16: the direction itself; None: nobody asks for it
     sums,  # (count, programs): the squares of the direction, not multiplied
     only_if,
     writes,  # (count,): 0 leaves a momentum as it is
@@ -222,6 +223,9 @@ def momentum(
                 if RANDOM:
                     bits = signed_bits(random_bits(origin, row * cols + col, 0, keys, PLACES))
                 write_state(state, inside & written, scale, there & written, m, bits)
+            if unscaled is not None:
+                place = unscaled + number.to(tl.int64) * rows * cols + row * cols + col
+                tl.store(place, u.to(tl.bfloat16), inside)
             if powers is not None:
                 u = u * power
             x = u.to(directions.dtype.element_ty)
@@ -231,26 +235,11 @@ def momentum(
 
 
 @triton.jit
-def multiplied(
-    given,  # (count, size) bfloat16
-    directions,  # the same memory: float16
-    powers,  # (count,)
-    size,
-    BLOCK: tl.constexpr,
-):
-    """A part of one direction, times its power."""
-    number = tl.program_id(1)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    begin, inside = number.to(tl.int64) * size, place < size
-    x = tl.load(given + begin + place, inside, 0.0).to(tl.float32) * tl.load(powers + number)
-    tl.store(directions + begin + place, x.to(directions.dtype.element_ty), inside)
-
-
-@triton.jit
 def direction_again(
     grads,  # as `momentum` has them
     momenta,  # float32, updated
     directions,
+    unscaled,  # as `momentum` wrote it; None: momenta are not rounded, and give it again
     powers,
     again,  # (count,): 0 leaves a direction as it is
     mu,
@@ -275,7 +264,7 @@ def direction_again(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Directions whose power of two was another one than before, from the momentum that is there.
+    """Directions whose power of two was another one than before.
 
     Few programs each of which has many tiles: in most steps there is nothing to do.
     """
@@ -286,12 +275,20 @@ def direction_again(
         while tile < tiles:
             first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
             inside = (row < rows) & (col < cols)
-            offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
-            values = tl.load(pointer_in(grads, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
-            m = tl.load(pointer_in(momenta, number, tl.float32, ALIGNED) + offsets, inside, 0.0)
-            g = seen_gradient(values, factor, MAXIMIZE)
-            u = direction_of(m, g, mu_, EMA, NESTEROV)
-            u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16) * power
+            if unscaled is not None:
+                place = unscaled + number.to(tl.int64) * rows * cols + row * cols + col
+                u = tl.load(place, inside, 0.0).to(tl.float32)
+            else:
+                offsets = places_of(
+                    row, col, cols, group, group_stride, row_stride, col_stride, LAID
+                )
+                g_begin = pointer_in(grads, number, grad_dtype, ALIGNED)
+                m_begin = pointer_in(momenta, number, tl.float32, ALIGNED)
+                g = seen_gradient(tl.load(g_begin + offsets, inside, 0.0), factor, MAXIMIZE)
+                m = tl.load(m_begin + offsets, inside, 0.0)
+                u = direction_of(m, g, mu_, EMA, NESTEROV)
+                u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
+            u = u * power
             x = u.to(directions.dtype.element_ty)
             own = directions + number.to(tl.int64) * short * long
             write_direction(own, x, row, col, first_row, first_col, short, long, TALL, ROWS, COLS)

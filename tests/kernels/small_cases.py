@@ -301,6 +301,7 @@ MUON_CASES = [
     ((40, 32), "8bit", MANY, REMAINDER_KEY),  # tall
     ((16, 32), "8bit", {"compute_dtype": torch.float16, "momentum_form": "sum"}, "master_weight"),
     ((8, 24), "bf16_stochastic", {}, None),
+    ((40, 32), "bf16_stochastic", {}, None),  # tall
 ]
 
 
@@ -337,9 +338,12 @@ def test_muon_keeps_momentum_as_plain_torch_does(shape, form, own, master):
         states.append(state)
     blocks = MuonBlocks(params, states, origins=origins)
     writes = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
-    for turn in range(2 if own == {} else 1):
+    blocks.powers.fill_(2.0**30)  # of the step before: directions would be infinite
+    powers = []
+    for turn in range(3 if own == {} else 1):
+        powers.append(blocks.powers.clone())
         grads = [random(*shape) for _ in range(count)]
-        step = Step(scalars, options, number(0.5), False, number(float(turn == 0)))
+        step = Step(scalars, options, number(0.5), False, number(float(turn != 1)))
         before = [{k: t.clone() for k, t in state.items()} for state in states]
         old, wide = [param.clone() for param in params], []
         for place, state in enumerate(states):
@@ -374,6 +378,9 @@ def test_muon_keeps_momentum_as_plain_torch_does(shape, form, own, master):
             for k, tensor in wanted.items():
                 same(state[k], tensor)
                 assert not torch.equal(state[k], before[place][k])
+    if own == {}:  # directions were written twice, and once
+        assert not (powers[1] == powers[0]).any()
+        assert (blocks.powers == powers[2]).any()
 
 
 def kept_momentum(value, form, noise=None):

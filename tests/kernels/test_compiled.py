@@ -32,7 +32,7 @@ TYPES = {
 }
 TILE = {"ROWS": 64, "COLS": 64, "TILES": 1}
 ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM"], False), "Q": 0, "PLACES": "near"}
-ON |= dict.fromkeys(["scales", "steps", "origins", "kept"])
+ON |= dict.fromkeys(["scales", "steps", "origins", "kept", "unscaled"])
 DTYPES = {
     "grad_dtype": tl.float32,
     "state_dtype": tl.float32,
@@ -197,6 +197,7 @@ def test_adamw_with_small_state_compiles(name):
 
 def test_small_momentum_compiles():
     """Of parts and of tall blocks, in tiles as wide as a block of codes; and what follows."""
+    narrow = {"directions": "*fp16", "unscaled": "*bf16"}
     given = {
         **dict.fromkeys(["EMA", "NESTEROV", "RANDOM", "ALIGNED", "TALL"], True), "PLACES": "far",
         **dict.fromkeys(["MAXIMIZE", "GIVEN"], False), "state_dtype": tl.int8, "Q": 256,
@@ -205,11 +206,10 @@ def test_small_momentum_compiles():
     wide = {**given, "ROWS": 16, "COLS": 256}
     ptx = compiled(part_tiles.momentum_of_parts, types, GRADS_ALIGNED=True, **wide)
     operations(ptx, codes=32)
-    short = compiled(muon_tiles.multiplied, {"given": "*bf16", "size": "i32"}, BLOCK=4096, warps=8)
-    assert "ld.global.v4.b32" in short  # 16 bytes at once
-    assert "st.global.v4.b32" in short
+    ptx = compiled(muon_tiles.direction_again, narrow, **given)
+    assert "st.global.v4.b32" in ptx  # 16 bytes at once
     if SOAK:
-        ptx = compiled(muon_tiles.momentum, types, ONLY_SUMS=False, powers=None, **wide)
+        ptx = compiled(muon_tiles.momentum, {**types, **narrow}, ONLY_SUMS=False, **wide)
         operations(ptx, codes=32)
 
 

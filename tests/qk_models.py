@@ -8,6 +8,7 @@ from samestep import QKHeads
 
 WIDTH, HEADS, DIM = 16, 4, 6  # heads are cut by FSDP2: 24 rows on 4 ranks
 NOPE, ROPE, VALUE, RANK = 4, 2, 3, 8
+GROUPED = {"gqa", "mqa", "fused", "interleaved", "conv1d"}  # queries share keys
 KV_HEADS = {"mha": 4, "gqa": 2, "mqa": 1, "fused": 2, "interleaved": 2, "by_head": 4, "conv1d": 2}
 
 
@@ -143,3 +144,45 @@ class Net(nn.Module):
 def tokens_of(rank, step):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(13, (2, 5), generator=generator)
+
+
+def parts_of(kind, attention):
+    """By hand: views of queries, keys and rotary queries, head by head, weight and bias."""
+    if kind == "mla":
+        q = attention.q_b_proj.weight.unflatten(0, (HEADS, NOPE + ROPE))
+        k = attention.kv_b_proj.weight.unflatten(0, (HEADS, NOPE + VALUE))
+        return [(q[:, :NOPE], k[:, :NOPE], q[:, NOPE:])]
+    kv, found = attention.kv_heads, []
+    for name in ("weight", "bias"):
+        if kind in ("mha", "gqa", "mqa"):
+            q, k = getattr(attention.q, name), getattr(attention.k, name)
+            found.append((q.unflatten(0, (HEADS, DIM)), k.unflatten(0, (kv, DIM)), None))
+            continue
+        whole = getattr(attention.qkv, name)
+        whole = whole.mT if whole.ndim == 2 and kind == "conv1d" else whole
+        if kind in ("interleaved", "by_head"):
+            groups = whole.unflatten(0, (kv, HEADS // kv + 2, DIM))
+            queries = [group[head] for group in groups for head in range(HEADS // kv)]
+            found.append((queries, groups[:, -2], None))
+        else:
+            q, k, _ = whole.split((HEADS * DIM, kv * DIM, kv * DIM))
+            found.append((q.unflatten(0, (HEADS, DIM)), k.unflatten(0, (kv, DIM)), None))
+    return found
+
+
+@torch.no_grad()
+def scale_by_hand(kind, attention, largest, tau, alpha=0.5):
+    """The formula of K2, head by head; of queries that share a key, that of docs/qk_clip.md."""
+    gammas = [min(1.0, tau / s) if s > 0 else 1.0 for s in largest]
+    share = HEADS // attention.kv_heads
+    for q, k, rotary in parts_of(kind, attention):
+        for head, gamma in enumerate(gammas):
+            of_key = min(gammas[head // share * share : (head // share + 1) * share])
+            if kind in GROUPED:
+                q[head] *= gamma / of_key ** (1 - alpha)
+            else:
+                q[head] *= gamma**alpha
+            if rotary is not None:
+                rotary[head] *= gamma
+            if head % share == 0:
+                k[head // share] *= of_key ** (1 - alpha)

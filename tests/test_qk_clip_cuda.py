@@ -1,0 +1,85 @@
+"""QK-clip on a GPU: logits and weights of the formula, with graphs, small and offloaded state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import samestep
+from samestep import QKClip
+from tests.gpu import needs_gpu
+from tests.qk_models import Net, heads_of, overrides_of, scale_by_hand, tokens_of
+
+pytestmark = [needs_gpu, pytest.mark.own_process]
+TAU, STEPS = 2.0, 6
+SMALL = {"momentum_buffer": "bf16_stochastic", "exp_avg": "8bit", "master_weight": "remainder"}
+
+
+def trained(kind, dtype, **options):
+    """Weights after some steps, each of which has clipped some heads as the formula says."""
+    model = Net(kind, dtype).cuda()
+    opt = samestep.MuonAdamW(model, lr=0.05, overrides=overrides_of(kind), **options)
+    clip = QKClip(opt, model, {"layers.*.attention": heads_of(kind)}, tau=TAU)
+    names = [name for name, _ in model.named_parameters()]
+    clipped = 0
+    for step in range(STEPS):
+        tokens = tokens_of(0, step)
+        seen = [logits_of(layers, kind) for layers in inputs_of(model, tokens)]
+        loss = cross_entropy(model(tokens.cuda()).float().flatten(0, 1), tokens.flatten().cuda())
+        loss.backward()
+        opt.step()
+        wanted = Net(kind, torch.float64)
+        wanted.load_state_dict({name: opt.full_parameter(name).cpu() for name in names})
+        largest = clip.step()
+        opt.zero_grad()
+        for number, found in enumerate(largest.values()):
+            close = 1e-5 if dtype == torch.float32 else 0.05
+            torch.testing.assert_close(found, seen[number], rtol=close, atol=close)
+            clipped += int((found > TAU).sum())
+            scale_by_hand(kind, wanted.layers[number].attention, found.tolist(), TAU)
+        for name, param in wanted.named_parameters():
+            main = opt.full_parameter(name).cpu()
+            torch.testing.assert_close(main.double(), param.detach(), rtol=2e-7, atol=0)
+            assert torch.equal(dict(model.named_parameters())[name].cpu(), main.to(dtype))
+    assert clipped > STEPS
+    return [opt.full_parameter(name).cpu() for name in names]
+
+
+def inputs_of(model, tokens):
+    """Of each layer its attention in float64 on the host, and what it is given."""
+    wide = copy.deepcopy(model).cpu().double()
+    x = wide.embedding(tokens)
+    for layer in wide.layers:
+        yield layer.attention, x.detach()
+        x = layer(x)
+
+
+def logits_of(pair, kind):
+    """The largest logit of each head, of pairs of which one may look at the other."""
+    attention, x = pair
+    q, k, _ = attention.queries_keys_values(x)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    return logits.masked_fill(~torch.ones_like(logits).tril().bool(), -torch.inf).amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("kind", ["mha", "gqa", "fused", "interleaved", "conv1d", "mla"])
+def test_weights_and_logits_are_those_of_the_formula(kind):
+    plain = trained(kind, torch.float32, cuda_graph=False)
+    for options in ({"cuda_graph": True}, {"offload": "state"}):
+        for found, wanted in zip(trained(kind, torch.float32, **options), plain, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "fused"])
+@pytest.mark.parametrize("small", [None, SMALL])
+def test_main_parameters_are_scaled(kind, small):
+    options = {"master_weights": True, "state_dtypes": small}
+    plain = trained(kind, torch.bfloat16, cuda_graph=False, **options)
+    for more in ({"cuda_graph": True}, {"offload": "state"}):
+        again = trained(kind, torch.bfloat16, **options, **more)
+        for found, wanted in zip(again, plain, strict=True):
+            assert torch.equal(found, wanted)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from samestep.kernels.choice import missing
 from samestep.layout.boxes import local_of
 
 AT_ONCE = 1 << 24  # logits that are in memory at the same time
@@ -34,7 +35,7 @@ def largest_logits(
     `scaled_dot_product_attention`, `score_mod` and `mask_mod` those of flex attention. Only q k
     counts: weights cannot scale what a mask or `score_mod` adds. Where these give -inf (or the
     least number of the mask's dtype), a pair does not attend. In fp32 or wider, `at_once` logits
-    at a time.
+    at a time; on a GPU, of 16-bit queries and keys without functions, by a kernel that writes none.
     """
     query, key = local_of(query.detach()), local_of(key.detach())
     (heads, length, size), (kv_heads, places) = query.shape[-3:], key.shape[-3:-1]
@@ -42,6 +43,17 @@ def largest_logits(
     scale = size**-0.5 if scale is None else scale
     mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], places)
     batch = query.shape[:-3]
+    if score_mod is None and mask_mod is None and scale > 0 and missing(query.device) is None:
+        from samestep.kernels.logits import fits, largest_of_heads
+
+        if fits(query, key):
+            return largest_of_heads(
+                query.reshape(-1, heads, length, size),
+                key.expand(*batch, -1, -1, -1).reshape(-1, kv_heads, places, size),
+                scale,
+                is_causal=is_causal,
+                mask=None if mask is None else mask.reshape(-1, heads, length, places),
+            )
     keys = key.to(wide).expand(*batch, -1, -1, -1).reshape(-1, kv_heads, places, size)
     # Query heads that share a key head lie in its rows: no key is copied.
     queries = query.reshape(-1, kv_heads, heads // kv_heads, length, size)

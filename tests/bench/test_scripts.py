@@ -24,6 +24,7 @@ from benchmarks import (
     plan_tables,
     plan_time,
     presence,
+    qk_clip,
     small_state,
     small_state_codes,
     survival,
@@ -163,6 +164,13 @@ def test_small_state(tmp_path, capsys, monkeypatch):
     assert len(wide) == 2
     assert wide != small
     assert wide == pytest.approx(small, rel=0.01)
+
+
+def test_qk_clip(tmp_path, capsys):
+    qk_clip.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)])
+    (row,) = written(tmp_path, "qk_clip.json")["rows"]
+    assert len(row["ms"]) == 4
+    assert "largest logits" in capsys.readouterr().out
 
 
 def test_small_state_codes(capsys, monkeypatch):

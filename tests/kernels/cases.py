@@ -12,15 +12,18 @@ import torch
 import triton.language as tl
 
 import samestep.kernels.call
+import samestep.kernels.logits
 import samestep.kernels.muon
 import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table
+from samestep.kernels.logits import fits, largest_of_heads
 from samestep.kernels.muon import MuonBlocks, lie_of, muon_
 from samestep.kernels.norm import DTYPES, square_sum
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling, symmetric_product
 from samestep.layout.splits import Form, Split
+from samestep.qk_clip import largest_logits
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients
@@ -32,6 +35,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = Tiling(16, 32, 32, warps=4, stages=1)  # several tiles in a small matrix
 QUICK = INTERPRETED and not SOAK  # the interpreter takes milliseconds for each line of a kernel
+if INTERPRETED:
+    quick_interpreter.count_by_tensors()
 if QUICK:
     quick_interpreter.install()
 # The interpreter cannot multiply bfloat16.
@@ -490,3 +495,58 @@ def test_muon_leaves_alone_what_it_shall(whole):
 
 def test_dtypes_of_triton_are_those_of_torch():
     assert DTYPES[torch.float32] is tl.float32
+
+
+# --- attention logits ------------------------------------------------------------------------
+
+ATTENTION = [  # heads of queries and keys, places of both, size of a head, causal
+    (4, 2, 150, 150, 24, True),
+    (2, 2, 130, 70, 64, True),
+    (2, 1, 20, 300, 160, False),
+    (1, 1, 1, 1, 1, True),
+]
+ATTENTION += [] if INTERPRETED else [(8, 2, 1024, 1024, 128, True), (3, 3, 777, 1500, 192, False)]
+
+
+def attention(heads, kv_heads, length, places, size, dtype):
+    """Queries and keys whose heads lie beside each other, as linear layers give them."""
+    query = torch.randn(2, length, heads, size, device=DEVICE).to(dtype).transpose(1, 2)
+    key = torch.randn(2, places, kv_heads, size, device=DEVICE).to(dtype).transpose(1, 2)
+    return query, key
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "added"])
+@pytest.mark.parametrize("sizes", ATTENTION)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_largest_logits_of_heads(sizes, dtype, masked, monkeypatch):
+    *sizes, causal = sizes
+    if sizes[-1] == 160:
+        monkeypatch.setattr(samestep.kernels.logits, "_room", lambda device: 0)  # a small chip
+    query, key = attention(*sizes, dtype)
+    assert fits(query, key)
+    assert not fits(query.float(), key.float())
+    heads, _, length, places, size = sizes
+    mask = None
+    if masked is not None:
+        mask = (torch.rand(2, 1, length, places, device=DEVICE) < 0.2).expand(-1, heads, -1, -1)
+        if masked == "added":
+            mask = torch.where(mask, 3.0, torch.finfo(dtype).min).to(dtype)
+    for one, other in ((query, key), (query.abs(), -key.abs())):  # what is not there is no 0
+        found = largest_of_heads(one, other, size**-0.5, is_causal=causal, mask=mask)
+        wanted = largest_logits(one.double(), other.double(), is_causal=causal, attn_mask=mask)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_that_are_not_finite_are_told():
+    query, key = attention(3, 3, 140, 140, 16, torch.float16)
+    query[1, 0, 133, 5] = torch.nan
+    query[0, 1, 2], key[0, 1, 1] = torch.inf, 1.0
+    key[1, 2, 139] = torch.nan
+    nowhere = torch.ones(2, 3, 140, 140, dtype=torch.bool, device=DEVICE)
+    nowhere[1, 2, :, 139] = False  # nobody sees that key
+    found = largest_of_heads(query, key, 1.0, is_causal=True, mask=nowhere)
+    assert found.isnan().tolist() == [True, True, False]  # infinity times some digits less than 0
+    same = largest_of_heads(query, key, 1.0, is_causal=True, mask=None)
+    assert same.isnan().tolist() == [True, True, True]
+    nothing = largest_of_heads(query, key, 1.0, is_causal=False, mask=nowhere & False)
+    assert nothing.isneginf().all()

@@ -44,6 +44,17 @@ def install() -> None:
     _numpy_types_once()
 
 
+def count_by_tensors() -> None:
+    """Let loops end at a number that a launch was told: numpy takes arrays (1,) for none."""
+    replace_methods = interpreter._patch_lang_tensor
+
+    def with_index(tensor: type[tl.tensor], *more: Any) -> None:
+        replace_methods(tensor, *more)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = with_index
+
+
 def _types_of_tuples_on_demand() -> None:
     init, kept = tl.tuple.__init__, "_type"
 

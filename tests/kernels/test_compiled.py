@@ -12,7 +12,7 @@ tl = pytest.importorskip("triton.language")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, compile  # noqa: A004, E402
 
-from samestep.kernels import elementwise, muon_tiles, part_tiles  # noqa: E402
+from samestep.kernels import elementwise, logits, muon_tiles, part_tiles  # noqa: E402
 from samestep.kernels.call import FUSION  # noqa: E402
 from samestep.kernels.symmetric import TILINGS, _symmetric_kernel  # noqa: E402
 from tests.soak import SOAK  # noqa: E402
@@ -244,3 +244,20 @@ def test_symmetric_products_compile(way, given):
         **{name: None for name in absent if name not in types},
     )  # fmt: skip
     assert "wgmma" in ptx
+
+
+@pytest.mark.parametrize("mask", [None, "*u8"])
+def test_largest_logits_compile(mask):
+    places = ("batch", "head", "row", "col")
+    strides = {f"{of}_{place}": "i32" for of in ("query", "key", "mask") for place in places}
+    types = {
+        **strides, **dict.fromkeys(["length", "places", "size", "share"], "i32"),
+        **dict.fromkeys(["query", "key"], "*bf16"), "found": "*fp32",
+    }  # fmt: skip
+    # The last dim lies as it should, which a launch sees.
+    constants = {"query_col": 1, "key_col": 1, "CAUSAL": True, "ROWS": 128, "COLS": 128}
+    types |= {} if mask is None else {"mask": mask}
+    constants |= {"mask": None} if mask is None else {}
+    ptx = compiled(logits._largest, types, SIZE=128, warps=8, **constants)
+    assert "wgmma" in ptx
+    assert "cp.async" in ptx  # the next keys come while these are multiplied

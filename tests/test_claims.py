@@ -138,6 +138,24 @@ def test_small_state():
     assert_said("docs/small_state.md", *(f"{final:.4f}" for final in finals.values()))
 
 
+def test_logits_of_qk_clip():
+    lines = []
+    for row in result("qk_clip_gpu")["rows"]:
+        (batch, heads, kv_heads, places, size) = row["layer"].values()
+        ms = {name: own["median"] for name, own in row["ms"].items()}
+        forward, both, looking, plain = ms.values()
+        lines.append(
+            f"| {batch} x {heads} / {kv_heads} x {places} x {size} "
+            f"| {forward:.2f} | {both:.2f} | {looking:.2f} | {plain:.1f} |"
+        )
+        if places == 4096 and size == 128:
+            said = (
+                f"{looking:.2f} ms, its forward and backward {both:.2f} | plain torch {plain:.1f}"
+            )
+            assert_said("docs/proof.md", said)
+    assert_said("docs/qk_clip.md", *lines)
+
+
 def test_orthogonalization():
     leads = [shape["lead"] for shape in result("orthogonalize")["shapes"]]
     said = f"{min(leads):.2f} to {max(leads):.2f} times as fast, {geometric_mean(leads):.2f} in the"

@@ -127,3 +127,9 @@ def test_logits_are_found_without_writing_them_down():
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
     wanted = largest_logits(q.float(), k.float(), is_causal=True)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_more_sequences_than_a_launch_has_rows():
+    q, k = (torch.randn(70_000, 2, 8, 16, device="cuda", dtype=torch.float16) for _ in range(2))
+    found, wanted = (largest_logits(x, y) for x, y in ((q, k), (q.float(), k.float())))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -39,7 +39,7 @@ def largest_of_heads(
     # What is added counts as a mask where it is as good as infinite.
     least = 0.0 if mask is None or mask.dtype == torch.bool else torch.finfo(mask.dtype).min / 2
     is_bool = mask is not None and mask.dtype == torch.bool
-    _largest[(tiles, heads, batch)](
+    _largest[(tiles * batch, heads)](
         query,
         key,
         mask.view(torch.uint8) if mask is not None and is_bool else mask,
@@ -96,7 +96,8 @@ def _largest(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of queries and all keys."""
-    tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tiles, head = tl.cdiv(length, ROWS), tl.program_id(1)
+    tile, batch = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     row, inner = tile * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
     begin = query + batch * query_batch + head * query_head
     at = begin + row.to(tl.int64) * query_row + inner * query_col
@@ -135,7 +136,7 @@ def _largest(
     # A reduction would lose a NaN.
     broken = tl.max(tl.max((best != best).to(tl.int32), 1), 0)
     largest = tl.max(tl.max(tl.where(best != best, float("-inf"), best), 1), 0)
-    place = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + tile
+    place = (batch * tl.num_programs(1) + head) * tiles + tile
     tl.store(found + place, tl.where(broken != 0, float("nan"), largest))
 
 

@@ -81,7 +81,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("form", [{"EMA": True}, {"EMA": False}], ids=["ema", "sum"])
+@pytest.mark.parametrize("form", [{"EMA": True}, *[{"EMA": False}] * SOAK], ids=str)
 def test_momentum_of_a_part_is_that_of_a_block(form):
     """The same arithmetic, as it is written: or layouts would differ in last bits."""
     options = {**form, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True, "writes": None}
@@ -246,7 +246,7 @@ def test_symmetric_products_compile(way, given):
     assert "wgmma" in ptx
 
 
-@pytest.mark.parametrize("mask", [None, "*u8"])
+@pytest.mark.parametrize("mask", ["*u8", *[None] * SOAK])
 def test_largest_logits_compile(mask):
     places = ("batch", "head", "row", "col")
     strides = {f"{of}_{place}": "i32" for of in ("query", "key", "mask") for place in places}

@@ -4,12 +4,14 @@ python -m benchmarks.qk_clip --out DIR   # needs one GPU, and torch alone
 
 Milliseconds of one layer in bfloat16, causal, in turns: forward and backward of
 `scaled_dot_product_attention`, the kernel that QK-clip looks with, and the same in plain torch.
+Then of whole training steps of a GPT under autocast, with a QK-clip and without.
 """
 
 import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import samestep
 from benchmarks import write_json
 from benchmarks.small_state import where
 from samestep.bench.gpu.measure import in_turn, settle, take_turn, times_of
 from samestep.bench.gpu.options import device_of
-from samestep.qk_clip import largest_logits, logits
+from samestep.models.gpt import GPT, GPTConfig
+from samestep.qk_clip import QKClip, QKHeads, largest_logits, logits
 from samestep.tooling.output import check_folder
 
 
@@ -78,6 +82,46 @@ def contestants(layer: Layer, device: torch.device) -> dict[str, Callable[[], An
     }
 
 
+def training(rounds: int, device: torch.device) -> dict[str, Any]:
+    """Steps of a GPT with a clip that only looks, and without, in turns."""
+    config = GPTConfig(50304, 2048, width=1024, layers=12, heads=16, kv_heads=16)
+    batch = 8
+    if device.type == "cpu":
+        config, batch = GPTConfig(50, 16, width=32, layers=1, heads=2, kv_heads=1), 2
+    torch.manual_seed(0)
+    model = GPT(config).to(device)
+    opt = samestep.MuonAdamW(model, lr=1e-3, max_grad_norm=1.0)
+    heads = QKHeads.separate(
+        config.heads, config.head_dim, config.kv_heads, q="q.weight", k="k.weight"
+    )
+    tokens = torch.randint(config.vocab_size, (batch, config.context + 1), device=device)
+
+    def step(clip: QKClip | None) -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        torch.autograd.backward(loss)
+        opt.step()
+        if clip is not None:
+            clip.step()
+        opt.zero_grad()
+
+    times: dict[str, list[float]] = {"without": [], "with QK-clip": []}
+    for number in range(-3, rounds):
+        for name in in_turn(list(times), max(0, number)):
+            looks = name == "with QK-clip"
+            clip = QKClip(opt, model, {"blocks.*.attention": heads}, tau=1e9) if looks else None
+            took = take_turn(partial(step, clip), device).ms
+            if number >= 0:
+                times[name].append(took)
+            if clip is not None:
+                clip.close()
+    found = {name: times_of(own) for name, own in times.items()}
+    for name, own in found.items():
+        print(f"a step {name}: {own.median:.1f} ms, half of them within {own.middle_half:.1f}")
+    asked = {"layers": config.layers, "width": config.width, "context": config.context}
+    return {**asked, "batch": batch, "ms": {name: own._asdict() for name, own in found.items()}}
+
+
 def run(options: argparse.Namespace, command: str) -> None:
     check_folder(options.out)
     device, rows = device_of(options.device), []
@@ -101,7 +145,10 @@ def run(options: argparse.Namespace, command: str) -> None:
         print(f"{shape:36}" + "".join(f"{found[name].median:26.3f}" for name in names))
         ms = {name: own._asdict() for name, own in found.items()}
         rows.append({"layer": layer._asdict(), "ms": ms})
-    write_json(options.out, "qk_clip.json", {"command": command, **where(device), "rows": rows})
+    content = {"command": command, **where(device), "rows": rows}
+    write_json(
+        options.out, "qk_clip.json", {**content, "training": training(options.rounds, device)}
+    )
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import samestep
@@ -25,6 +25,7 @@ from samestep.mesh import build as build_mesh
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.apply import apply
 from samestep.qk_clip import HeadRows, largest_logits
+from samestep.qk_clip.logits import watched
 from tests.qk_models import (
     DIM,
     GROUPED,
@@ -558,6 +559,31 @@ def test_largest_logits_are_those_of_pairs_that_attend(at_once):
     expected = by_hand(q.bfloat16() / math.sqrt(6), k.bfloat16(), everything)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_under_autocast_logits_are_those_of_rounded_queries_and_keys():
+    """Rounded as attention has them, and multiplied in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    told = []
+
+    class Plain(nn.Module):
+        def forward(self, q, k):
+            return scaled_dot_product_attention(q, k, k)
+
+    module = Plain()
+    watched(module, told.append)
+    q, k = (torch.randn(2, 4, 7, 6, generator=generator) for _ in range(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(q, k).dtype == torch.bfloat16
+        assert module(q.double(), k.double()).dtype == torch.float64
+        told.append(largest_logits(q, k))
+    everything = torch.ones(2, 4, 7, 7).bool()
+    rounded = by_hand(q.bfloat16().double() / math.sqrt(6), k.bfloat16(), everything)
+    exact = by_hand(q.double() / math.sqrt(6), k, everything)
+    torch.testing.assert_close(told[0].double(), rounded, rtol=1e-6, atol=1e-6)
+    for found in told[1:]:
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    assert (rounded - exact).abs().max() > 1e-4
 
 
 # --- known architectures ------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import samestep
 from samestep import QKClip
 from samestep.qk_clip import largest_logits
+from samestep.qk_clip.logits import watched
 from samestep.rules.stored import split_remainder
 from tests.gpu import needs_gpu
 from tests.qk_models import Net, heads_of, overrides_of, scale_by_hand, tokens_of
@@ -133,3 +134,23 @@ def test_more_sequences_than_a_launch_has_rows():
     q, k = (torch.randn(70_000, 2, 8, 16, device="cuda", dtype=torch.float16) for _ in range(2))
     found, wanted = (largest_logits(x, y) for x, y in ((q, k), (q.float(), k.float())))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_takes_the_kernel_too():
+    attention, told = Attention(), []
+    watched(attention, told.append)
+    q, k = (torch.randn(2, 8, 4096, 64, device="cuda") for _ in range(2))
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            before = torch.cuda.memory_allocated()
+            attention(q, k)
+    # Queries and keys in 16 bits, of attention and of the kernel, and the result.
+    assert torch.cuda.max_memory_allocated() - before < 8 * q.numel() * 2
+    wanted = largest_logits(q.bfloat16().float(), k.bfloat16().float(), is_causal=True)
+    torch.testing.assert_close(told[1], wanted, rtol=1e-5, atol=1e-5)
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k):
+        return scaled_dot_product_attention(q, k, k, is_causal=True)

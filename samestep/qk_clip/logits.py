@@ -63,7 +63,8 @@ def largest_logits(
         stop = min(start + step, length)
         seen = min(stop, places) if is_causal else places
         rows = queries[:, :, :, start:stop].to(wide) * scale
-        logits = rows.flatten(2, 3) @ keys[:, :, :seen].mT  # (B, G, H / G * rows, seen)
+        with torch.autocast(query.device.type, enabled=False):
+            logits = rows.flatten(2, 3) @ keys[:, :, :seen].mT  # (B, G, H / G * rows, seen)
         logits = logits.view(-1, heads, stop - start, seen)
         at = _indices(logits, start)
         if is_causal:
@@ -126,6 +127,10 @@ def _of_call(
             f"the logits of an attention with {what} cannot be looked at: use watch=False and tell "
             "them by clip.observe(layer, logits)"
         )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        # What attention multiplies: autocast rounds its arguments only after this.
+        query, key = (own.to(torch.get_autocast_dtype(kind)) for own in (query, key))
     return largest_logits(query, key, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
 
 

@@ -168,8 +168,10 @@ def test_small_state(tmp_path, capsys, monkeypatch):
 
 def test_qk_clip(tmp_path, capsys):
     qk_clip.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)])
-    (row,) = written(tmp_path, "qk_clip.json")["rows"]
+    content = written(tmp_path, "qk_clip.json")
+    (row,) = content["rows"]
     assert len(row["ms"]) == 4
+    assert content["training"]["ms"].keys() == {"without", "with QK-clip"}
     assert "largest logits" in capsys.readouterr().out
 
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from samestep.kernels.call import on_device_of
+
 LARGEST_HEAD = 256  # elements: of more, tiles would be too small
 
 
@@ -36,26 +38,32 @@ def largest_of_heads(
     cut = _cut(wide, query.device)
     tiles = -(-length // cut["ROWS"])
     found = torch.empty(batch, heads, tiles, device=query.device)
-    # What is added counts as a mask where it is as good as infinite.
-    least = 0.0 if mask is None or mask.dtype == torch.bool else torch.finfo(mask.dtype).min / 2
-    is_bool = mask is not None and mask.dtype == torch.bool
-    _largest[(tiles * batch, heads)](
-        query,
-        key,
-        mask.view(torch.uint8) if mask is not None and is_bool else mask,
-        found,
-        length,
-        places,
-        size,
-        heads // kv_heads,
-        *query.stride(),
-        *key.stride(),
-        *((0, 0, 0, 0) if mask is None else mask.stride()),
-        least,
-        CAUSAL=is_causal,
-        SIZE=wide,
-        **cut,
-    )
+    least = 0.0
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if mask is not None:
+        strides = mask.stride()
+        if mask.dtype == torch.bool:
+            mask = mask.view(torch.uint8)
+        else:  # what is added counts as a mask where it is as good as infinite
+            least = torch.finfo(mask.dtype).min / 2
+    with on_device_of(query):
+        _largest[(tiles * batch, heads)](
+            query,
+            key,
+            mask,
+            found,
+            length,
+            places,
+            size,
+            heads // kv_heads,
+            *query.stride(),
+            *key.stride(),
+            *strides,
+            least,
+            CAUSAL=is_causal,
+            SIZE=wide,
+            **cut,
+        )
     return found.amax((0, 2)) * scale  # rounding keeps the order
 
 
@@ -96,7 +104,8 @@ def _largest(
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of queries and all keys."""
-    tiles, head = tl.cdiv(length, ROWS), tl.program_id(1)
+    # In 64 bits: long sequences lie far apart.
+    tiles, head = tl.cdiv(length, ROWS), tl.program_id(1).to(tl.int64)
     tile, batch = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     row, inner = tile * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
     begin = query + batch * query_batch + head * query_head

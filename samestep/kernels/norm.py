@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.call import CHUNK, Table, chunk_table
+from samestep.kernels.call import CHUNK, Table, chunk_table, on_device_of
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Of state too: codes, and remainders of bfloat16.
@@ -42,15 +42,16 @@ class SquareSum:
     def run(self) -> Tensor:
         """() float64."""
         for addresses, aligned, chunks, sums, dtype in self._launches:
-            elementwise.square_sums[(len(chunks),)](
-                addresses,
-                chunks,
-                sums,
-                dtype=dtype,
-                ALIGNED=aligned,
-                BLOCK=CHUNK,
-                num_warps=8,
-            )
+            with on_device_of(sums):
+                elementwise.square_sums[(len(chunks),)](
+                    addresses,
+                    chunks,
+                    sums,
+                    dtype=dtype,
+                    ALIGNED=aligned,
+                    BLOCK=CHUNK,
+                    num_warps=8,
+                )
         parts = [launch.sums.sum() for launch in self._launches]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 

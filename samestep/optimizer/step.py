@@ -21,6 +21,7 @@ from samestep.comm.presence import (
 )
 from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
+from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.optimizer.holdings import Holdings
 from samestep.optimizer.norm_ahead import NormAhead
@@ -366,34 +367,39 @@ class StepRunner:
     def _update_group(self, index: int, operands: list[Operand]) -> None:
         """Run the group's rule on its present operands, device by device."""
         for device, members in _by_device(operands).items():
-            math = self._math(index, device)
-            rule = math.rule
-            if self._run is run_rule and missing_kernels(device) is None:
-                from samestep.update.triton import update_with_kernels
+            with on_device_of(members[0].param):
+                self._update_on(device, index, members)
 
-                members = update_with_kernels(
-                    math, index, members, self._kernel_plans, self._options.batch_elements
-                )
-                if not members:
-                    continue
-            seen = members
-            if math.factor is not None or math.maximize:
-                seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
-            measure = self._sizes is not None or is_bounded(rule)
-            run = self._run
-            if device.type == "xla":
-                from samestep.update.spmd import run_spmd_rule as run
-            arguments = math.scalars, math.options, run, math.only_if, measure
-            if rule.kind == "matrix":
-                for stack in stacks(seen, self._options.batch_elements):
-                    squares = update_blocks(rule, stack, *arguments)
-                    self._count(index, stack, squares)
-                    if is_bounded(rule) and squares is not None:
-                        largest = rule.largest_norm(stack[0].matrix, math.options)
-                        self.outliers.look_at(index, squares, largest, math.only_if)
-            elif not update_together(rule, seen, math, run):
-                for operand in seen:
-                    self._count(index, [operand], update_elementwise(rule, operand, *arguments))
+    def _update_on(self, device: torch.device, index: int, members: list[Operand]) -> None:
+        """Run the group's rule on operands of one device."""
+        math = self._math(index, device)
+        rule = math.rule
+        if self._run is run_rule and missing_kernels(device) is None:
+            from samestep.update.triton import update_with_kernels
+
+            members = update_with_kernels(
+                math, index, members, self._kernel_plans, self._options.batch_elements
+            )
+            if not members:
+                return
+        seen = members
+        if math.factor is not None or math.maximize:
+            seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
+        measure = self._sizes is not None or is_bounded(rule)
+        run = self._run
+        if device.type == "xla":
+            from samestep.update.spmd import run_spmd_rule as run
+        arguments = math.scalars, math.options, run, math.only_if, measure
+        if rule.kind == "matrix":
+            for stack in stacks(seen, self._options.batch_elements):
+                squares = update_blocks(rule, stack, *arguments)
+                self._count(index, stack, squares)
+                if is_bounded(rule) and squares is not None:
+                    largest = rule.largest_norm(stack[0].matrix, math.options)
+                    self.outliers.look_at(index, squares, largest, math.only_if)
+        elif not update_together(rule, seen, math, run):
+            for operand in seen:
+                self._count(index, [operand], update_elementwise(rule, operand, *arguments))
 
     def _math(self, index: int, device: torch.device) -> GroupMath:
         """How the rule of a group is run in this step."""

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
 import triton.language as tl
 
+import samestep
 import samestep.kernels.call
 import samestep.kernels.logits
 import samestep.kernels.muon
@@ -551,3 +553,24 @@ def test_logits_that_are_not_finite_are_told():
     assert same.isnan().tolist() == [True, True, True]
     nothing = largest_of_heads(query, key, 1.0, is_causal=False, mask=nowhere & False)
     assert nothing.isneginf().all()
+
+
+def test_launches_are_on_the_device_of_their_tensors(monkeypatch):
+    """The current device may be another one, where the parts of a model are on several."""
+    entered = []
+
+    @contextmanager
+    def guard(tensor):
+        entered.append(tensor.data_ptr())
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_of", guard)
+    query, key = attention(1, 1, 4, 4, 16, torch.float16)
+    largest_of_heads(query, key, 1.0, is_causal=True, mask=None)
+    assert entered == [query.data_ptr()]
+    square_sum([query.contiguous(), key.float().contiguous()])
+    assert len(entered) == 3
+    param = torch.nn.Parameter(torch.randn(8, 8, device=DEVICE))
+    param.grad = torch.randn_like(param)
+    samestep.Muon([param]).step()
+    assert entered[-1] == param.data_ptr()

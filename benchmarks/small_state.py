@@ -2,13 +2,17 @@
 
 python -m benchmarks.small_state step --out DIR     # beside bitsandbytes and torchao, if there
 python -m benchmarks.small_state train --out DIR    # needs one GPU; --device cpu: a small model
+python -m benchmarks.small_state error --out DIR    # likewise
 
 `step`: one optimizer step on the parameters of a GPT, with random gradients, in turns. `train`: the
 GPT of `gpu_training`, in each format from the same seeds: a difference between formats counts if it
-is larger than that between seeds. What is done is written after every training.
+is larger than that between seeds. What is done is written after every training. `error`: beside one
+such training with state in 32 bits, optimizers with each format take every step from its weights
+and its gradients, so that only state differs, whose errors add up; how far updates are apart.
 """
 
 import argparse
+import copy
 import importlib
 import shlex
 import statistics
@@ -17,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import samestep
 from benchmarks import gpu_training, write_json
@@ -211,14 +215,94 @@ def run_train(options: argparse.Namespace, command: str) -> None:
         print(f"{form:20} {mean:9.4f} {apart:16.4f} {mean - first:+16.4f}")
 
 
+# --- the error of an update -------------------------------------------------------------------
+
+SPAN = 100  # steps whose errors are one figure
+
+
+class Updates:
+    """What one optimizer adds to the weights in each step, by rule."""
+
+    def __init__(self, options: argparse.Namespace, form: str, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        asked = state_dtypes(form) or None
+        self.optimizer = gpu_training.optimizer_for(options, state_dtypes=asked)(self.model)
+
+    @torch.no_grad()
+    def of_step(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Tensor]:
+        """(elements,) each, in float64, from weights and gradients that are not changed."""
+        for own, weight, grad in zip(self.model.parameters(), weights, grads, strict=True):
+            own.copy_(weight)
+            own.grad = grad.clone()
+        self.optimizer.step()
+        before = dict(zip(self.model.parameters(), weights, strict=True))
+        found: dict[str, list[Tensor]] = {}
+        for group in self.optimizer.param_groups:
+            found.setdefault(group["rule"], []).extend(
+                (own.double() - before[own].double()).flatten() for own in group["params"]
+            )
+        return {rule: torch.cat(parts) for rule, parts in found.items()}
+
+
+def run_error(options: argparse.Namespace, command: str) -> None:
+    (seed, *_), device, corpus = options.seeds, device_of(options.device), load_corpus()
+    batches = Batches(corpus, gpu_training.asked_of(options), device, seed)
+    torch.manual_seed(seed)
+    model = GPT(gpu_training.config_of(options)).to(device)
+    exact = Updates(options, "32 bits", model)
+    others = {form: Updates(options, form, model) for form in options.formats if form != "32 bits"}
+    errors: dict[tuple[str, str], list[float]] = {}
+    losses = []
+    for number in range(options.steps):
+        loss = gpu_training.loss_of(exact.model, *batches.training(number))
+        exact.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        losses.append(round(loss.item(), 5))
+        weights = [param.detach().clone() for param in exact.model.parameters()]
+        grads = [gradient_of(param).clone() for param in exact.model.parameters()]
+        for each in (exact, *others.values()):
+            set_rate(each.optimizer, number, options.steps)
+        wanted = exact.of_step(weights, grads)
+        for form, other in others.items():
+            for rule, found in other.of_step(weights, grads).items():
+                apart = (found - wanted[rule]).norm() / wanted[rule].norm()
+                errors.setdefault((rule, form), []).append(apart.item())
+        if (number + 1) % SPAN == 0:
+            print(f"step {number + 1}, loss {losses[-1]:.4f}")
+    print(f"{'rule':6} {'state':18} {'first steps':>12} {'last steps':>12} {'all':>9}")
+    rows = []
+    for (rule, form), own in errors.items():
+        spans = [statistics.mean(own[n : n + SPAN]) for n in range(0, len(own), SPAN)]
+        mean = statistics.mean(own)
+        print(f"{rule:6} {form:18} {spans[0]:12.4f} {spans[-1]:12.4f} {mean:9.4f}")
+        rows.append({"rule": rule, "form": form, "mean": mean, "spans": spans})
+    content = {
+        "command": command,
+        "parameters": sum(weight.numel() for weight in weights),
+        **where(device),
+        "steps_of_a_span": SPAN,
+        "rows": rows,
+        "losses": losses,
+    }
+    write_json(options.out, "error.json", content)
+
+
+def gradient_of(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
 def where(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "torch": torch.__version__, "samestep": samestep.__version__}
 
 
+MODES = {"step": run_step, "train": run_train, "error": run_error}
+
+
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = gpu_training.parser_of(__doc__, steps=1000, out="out/small-state")
-    parser.add_argument("mode", choices=("step", "train"))
+    parser.add_argument("mode", choices=MODES)
     parser.add_argument("--set", choices=SETS, help="step: these parameters, not width and layers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
@@ -231,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> None:
     check_folder(options.out)
     words = sys.argv[1:] if given is None else given
     command = shlex.join(["python", "-m", "benchmarks.small_state", *words])
-    {"step": run_step, "train": run_train}[options.mode](options, command)
+    MODES[options.mode](options, command)
 
 
 if __name__ == "__main__":

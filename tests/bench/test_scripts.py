@@ -164,6 +164,11 @@ def test_small_state(tmp_path, capsys, monkeypatch):
     assert len(wide) == 2
     assert wide != small
     assert wide == pytest.approx(small, rel=0.01)
+    small_state.main(["error", *words])
+    rows = written(tmp_path, "error.json")["rows"]
+    found = {(row["rule"], row["form"]): row["mean"] for row in rows}
+    assert len(found) == 2 * 3
+    assert all(0 < error < 0.2 for error in found.values())
 
 
 def test_qk_clip(tmp_path, capsys):

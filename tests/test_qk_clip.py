@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -564,13 +564,7 @@ def test_largest_logits_are_those_of_pairs_that_attend(at_once):
 def test_under_autocast_logits_are_those_of_rounded_queries_and_keys():
     """Rounded as attention has them, and multiplied in fp32."""
     generator = torch.Generator().manual_seed(0)
-    told = []
-
-    class Plain(nn.Module):
-        def forward(self, q, k):
-            return scaled_dot_product_attention(q, k, k)
-
-    module = Plain()
+    module, told = Plain(), []
     watched(module, told.append)
     q, k = (torch.randn(2, 4, 7, 6, generator=generator) for _ in range(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -584,6 +578,91 @@ def test_under_autocast_logits_are_those_of_rounded_queries_and_keys():
     for found in told[1:]:
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
     assert (rounded - exact).abs().max() > 1e-4
+
+
+class Plain(nn.Module):
+    def forward(self, q, k, **options):
+        return scaled_dot_product_attention(q, k, k, **options)
+
+
+def seen(q, k, **options):
+    """What a watched attention tells; it gives what it gives to whom nobody watches."""
+    module, told = Plain(), []
+    watched(module, told.append)
+    result, wanted = module(q, k, **options), Plain()(q, k, **options)
+    assert (result.shape, result.dtype) == (wanted.shape, wanted.dtype)
+    return told[0]
+
+
+def test_a_mask_hides_under_autocast_what_it_hides_from_attention():
+    """-1e5 is a number in 32 bits, and as good as infinite in float16."""
+    q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8)
+    k[:, :, 1] = 100 * q[:, :, 0]
+    hidden = torch.tensor([0.0, -1e5]).expand(2, 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = seen(q, k, attn_mask=hidden)
+    of_first = (q.half().float() @ k[:, :, :1].half().float().mT).amax() / math.sqrt(8)
+    torch.testing.assert_close(found[0], of_first)
+
+
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((0, 2, 4, 8), (0, 2, 4, 8)),
+        ((1, 2, 0, 8), (1, 2, 4, 8)),
+        ((1, 2, 4, 8), (1, 2, 0, 8)),
+        ((1, 2, 4, 8), (3, 2, 4, 8)),
+        ((2, 1, 2, 4, 8), (3, 1, 5, 8)),
+    ],
+)
+def test_shapes_that_attention_takes_are_looked_at(query, key):
+    q, k = torch.randn(query), torch.randn(key)
+    found = seen(q, k)
+    wanted = q.double() @ k.double().mT / math.sqrt(8)
+    wanted = wanted.movedim(-3, 0).flatten(1)
+    assert found.shape == (len(wanted),)
+    if wanted.numel():
+        torch.testing.assert_close(found.double().expand(len(wanted)), wanted.amax(1))
+    else:
+        assert found.isneginf().all()
+
+
+def test_attention_without_values_is_no_reason_to_fail():
+    """Memory and FLOPs are counted with tensors on no device."""
+    q = torch.empty(1, 2, 4, 8, device="meta")
+    assert seen(q, q).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "message"),
+    [
+        ((1, 3, 4, 8), (1, 2, 4, 8), r"H a multiple of G and the same D, got \(1, 3, 4, 8\) and"),
+        ((1, 2, 4, 8), (1, 2, 4, 16), "the same D"),
+        ((4, 8), (4, 8), r"queries must be \(..., heads, places, D\), got \(4, 8\)"),
+    ],
+)
+def test_shapes_without_logits_are_refused(query, key, message):
+    with pytest.raises(ValueError, match=message):
+        largest_logits(torch.randn(query), torch.randn(key))
+
+
+def sequence_in_parts(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    q = torch.randn(2, 2, 8, 6, generator=torch.Generator().manual_seed(0))
+    whole = largest_logits(q, q)
+    for dim in (2, 3):
+        part = distribute_tensor(q, mesh, [Shard(dim)])
+        with pytest.raises(TypeError, match="queries are a DTensor placed as"):
+            largest_logits(part, part)
+    with pytest.raises(TypeError, match="keys are a DTensor"):
+        largest_logits(q, DTensor.from_local(q, mesh, [Partial()]))
+    heads = distribute_tensor(q, mesh, [Shard(1)])
+    assert torch.equal(largest_logits(heads, heads), whole[rank : rank + 1])
+
+
+def test_a_sequence_in_parts_is_refused():
+    """No rank has all pairs: the largest logit of its own is too small."""
+    run_forked(2, sequence_in_parts)
 
 
 # --- known architectures ------------------------------------------------------------------------

@@ -19,7 +19,13 @@ LARGEST_HEAD = 256  # elements: of more, tiles would be too small
 
 
 def fits(query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel takes them: of 16 bits, with heads that are not too large."""
+    """Whether the kernel takes them: of 16 bits, with heads that are not too large.
+
+    Before Ampere a program has too little room, and no tensor cores that Triton uses.
+    """
+    device = query.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     halves = query.dtype == key.dtype and query.dtype in (torch.float16, torch.bfloat16)
     return halves and 0 < query.shape[-1] <= LARGEST_HEAD and min(query.numel(), key.numel()) > 0
 
@@ -37,7 +43,7 @@ def largest_of_heads(
     wide = max(16, triton.next_power_of_2(size))
     cut = _cut(wide, query.device)
     tiles = -(-length // cut["ROWS"])
-    found = torch.empty(batch, heads, tiles, device=query.device)
+    found = torch.empty(batch, heads, tiles, dtype=torch.float32, device=query.device)
     least = 0.0
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
@@ -134,7 +140,7 @@ def _largest(
         if CAUSAL:
             seen = seen & (col <= row)
         if mask is not None:
-            there = masks + row.to(tl.int64) * mask_row + col * mask_col
+            there = masks + row.to(tl.int64) * mask_row + col.to(tl.int64) * mask_col
             if mask.dtype.element_ty == tl.uint8:
                 seen = seen & (tl.load(there, seen, 0) != 0)
             else:

@@ -1,6 +1,7 @@
 """The largest attention logit of each head: of queries and keys, or of a module as it runs."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from samestep.kernels.choice import missing
-from samestep.layout.boxes import local_of
+from samestep.layout.boxes import local_of, mesh_of
 
 AT_ONCE = 1 << 24  # logits that are in memory at the same time
+TELL = "use watch=False and tell them by clip.observe(layer, logits)"
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -37,24 +39,35 @@ def largest_logits(
     least number of the mask's dtype), a pair does not attend. In fp32 or wider, `at_once` logits
     at a time; on a GPU, of 16-bit queries and keys without functions, by a kernel that writes none.
     """
-    query, key = local_of(query.detach()), local_of(key.detach())
+    query, key = _heads_whole("queries", query), _heads_whole("keys", key)
     (heads, length, size), (kv_heads, places) = query.shape[-3:], key.shape[-3:-1]
+    if heads % kv_heads or key.shape[-1] != size:
+        raise ValueError(
+            "queries (..., H, T, D) and keys (..., G, S, D) must have H a multiple of G and the "
+            f"same D, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
     wide = torch.promote_types(query.dtype, torch.float32)
+    if min(query.numel(), key.numel()) == 0:
+        return torch.full((heads,), -torch.inf, dtype=wide, device=query.device)
     scale = size**-0.5 if scale is None else scale
-    mask = None if attn_mask is None else attn_mask.expand(*query.shape[:-1], places)
-    batch = query.shape[:-3]
-    if score_mod is None and mask_mod is None and scale > 0 and missing(query.device) is None:
+    masked = () if attn_mask is None else attn_mask.shape[:-3]
+    shapes = query.shape[:-3], key.shape[:-3], masked
+    batch = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    query, key = (own.expand(*batch, -1, -1, -1) for own in (query, key))
+    mask = None if attn_mask is None else attn_mask.expand(*batch, heads, length, places)
+    is_plain = type(query) is Tensor and score_mod is None and mask_mod is None
+    if is_plain and scale > 0 and missing(query.device) is None:
         from samestep.kernels.logits import fits, largest_of_heads
 
         if fits(query, key):
             return largest_of_heads(
                 query.reshape(-1, heads, length, size),
-                key.expand(*batch, -1, -1, -1).reshape(-1, kv_heads, places, size),
+                key.reshape(-1, kv_heads, places, size),
                 scale,
                 is_causal=is_causal,
                 mask=None if mask is None else mask.reshape(-1, heads, length, places),
             )
-    keys = key.to(wide).expand(*batch, -1, -1, -1).reshape(-1, kv_heads, places, size)
+    keys = key.to(wide).reshape(-1, kv_heads, places, size)
     # Query heads that share a key head lie in its rows: no key is copied.
     queries = query.reshape(-1, kv_heads, heads // kv_heads, length, size)
     largest = torch.full((heads,), -torch.inf, dtype=wide, device=query.device)
@@ -63,7 +76,7 @@ def largest_logits(
         stop = min(start + step, length)
         seen = min(stop, places) if is_causal else places
         rows = queries[:, :, :, start:stop].to(wide) * scale
-        with torch.autocast(query.device.type, enabled=False):
+        with _without_autocast(query.device.type):
             logits = rows.flatten(2, 3) @ keys[:, :, :seen].mT  # (B, G, H / G * rows, seen)
         logits = logits.view(-1, heads, stop - start, seen)
         at = _indices(logits, start)
@@ -79,6 +92,21 @@ def largest_logits(
             logits = logits.masked_fill(score_mod(logits, *at).isneginf(), -torch.inf)
         largest = torch.maximum(largest, logits.amax((0, 2, 3)))
     return largest
+
+
+def _heads_whole(what: str, tensor: Tensor) -> Tensor:
+    """This rank's part of queries or keys, which has all of its heads."""
+    if tensor.ndim < 3:
+        raise ValueError(f"{what} must be (..., heads, places, D), got {tuple(tensor.shape)}")
+    kept = tensor.ndim - 2
+    for placement in () if mesh_of(tensor) is None else tensor.placements:  # type: ignore[attr-defined]
+        dim = getattr(placement, "dim", None)
+        if placement.is_partial() or (dim is not None and dim % tensor.ndim >= kept):
+            raise TypeError(
+                f"{what} are a DTensor placed as {placement}, so that no rank has the logits of "
+                f"all its places: {TELL}"
+            )
+    return local_of(tensor.detach())
 
 
 def _indices(logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,15 +151,24 @@ def _of_call(
     """What `scaled_dot_product_attention` of the same arguments has for its largest logits."""
     if query.is_nested or type(attn_mask) not in (type(None), Tensor):
         what = "nested tensors" if query.is_nested else f"a mask of {type(attn_mask).__name__}"
-        raise TypeError(
-            f"the logits of an attention with {what} cannot be looked at: use watch=False and tell "
-            "them by clip.observe(layer, logits)"
-        )
+        raise TypeError(f"the logits of an attention with {what} cannot be looked at: {TELL}")
     kind = query.device.type
-    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What attention multiplies: autocast rounds its arguments only after this.
-        query, key = (own.to(torch.get_autocast_dtype(kind)) for own in (query, key))
+        query, key, attn_mask = (_under_autocast(own, kind) for own in (query, key, attn_mask))
     return largest_logits(query, key, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    known = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if known else nullcontext()
+
+
+def _under_autocast(tensor: Any, kind: str) -> Any:
+    """An argument as attention has it."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _Hook:

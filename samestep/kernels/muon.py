@@ -98,7 +98,8 @@ class MuonBlocks:
         self.state_dtype = STORED_DTYPES[states[0]["momentum_buffer"].dtype]
         self.device = params[0].device
         self.rounding = None if origins is None else Rounding(params, states, origins)
-        self.powers = torch.ones(self.count, device=self.device)  # of the step before
+        # Of the step before.
+        self.powers = torch.ones(self.count, dtype=torch.float32, device=self.device)
         # In the host's memory, where kernels write in the rare case and nobody waits to read.
         on_gpu = self.device.type == "cuda"
         self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=on_gpu)
@@ -356,7 +357,7 @@ def _numbers(
     `multiplied`: the powers are those of the directions, which were multiplied with them.
     """
     count, parts = sums.shape
-    options, made = step.options, torch.empty(3, count, device=sums.device)
+    options, made = step.options, torch.empty(3, count, dtype=torch.float32, device=sums.device)
     norms, scales, own = made.unbind()
     powers = own if powers is None else powers
     again = torch.empty(count, dtype=torch.int32, device=sums.device)
@@ -453,8 +454,8 @@ def _factors(
     along = rows if of_rows else cols
     room = (short if along_short else long) if variance else 1
     square_sums = _sums_along(directions, along, along_short)
-    factors = torch.empty(count, room, device=directions.device)
-    squares = torch.empty(count, device=directions.device)
+    factors = directions.new_empty(count, room, dtype=torch.float32)
+    squares = directions.new_empty(count, dtype=torch.float32)
     kept = [state["variance"] for state in blocks.states] if variance else []
     muon_tiles.direction_factors[(count,)](
         square_sums,
@@ -482,7 +483,7 @@ def _factors(
 def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
     """Sums of squares of rows, or of columns, in float32, (count, along)."""
     count, short, long = directions.shape
-    sums = torch.empty(count, along, device=directions.device)
+    sums = directions.new_empty(count, along, dtype=torch.float32)
     high, wide = (STRIP, LONG) if along_short else (call.TILE, call.TILE)
     size = high if along_short else wide
     muon_tiles.squares_along[(-(-along // size), count)](

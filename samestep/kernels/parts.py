@@ -223,7 +223,7 @@ class StepOfParts:
         asked = adjust_lr, scale
         if self._lr_factors is None or self._lr_factors[0] != asked:
             found = [self.lr_factor(*block, *asked) for block in self.blocks]
-            self._lr_factors = asked, torch.tensor(found, device=self.device)
+            self._lr_factors = asked, torch.tensor(found, dtype=torch.float32, device=self.device)
         return self._lr_factors[1]
 
     def run_(self, sources: Sequence[Tensor], writes: Tensor | None, step: Step) -> None:

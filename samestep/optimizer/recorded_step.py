@@ -106,15 +106,21 @@ class RecordedStep:
             return False
         if self._asked_for:
             return True
-        if any(map(_reason_against, shape.groups, maths)):
+        (device, *others) = _devices(shape)
+        if others or any(map(_reason_against, shape.groups, maths)):
             return False
-        device = next(chain.from_iterable(group.params for group in shape.groups)).device
         memory = torch.cuda.get_device_properties(device).total_memory
         return max((plan.temporary_bytes() for plan in plans), default=0) <= SHARE * memory
 
 
 def _refuse(shape: StepShape, maths: Sequence[GroupMath]) -> None:
     """Raise, before anything changes, where a graph would do something else than a step."""
+    devices = sorted(map(str, _devices(shape)))
+    if len(devices) > 1:
+        raise RuntimeError(
+            "cuda_graph=True records the work of one device, and parameters are on "
+            f"{' and '.join(devices)}: leave cuda_graph out"
+        )
     for number, reason in enumerate(map(_reason_against, shape.groups, maths)):
         if reason is not None:
             raise RuntimeError(
@@ -123,11 +129,14 @@ def _refuse(shape: StepShape, maths: Sequence[GroupMath]) -> None:
             )
 
 
+def _devices(shape: StepShape) -> set[torch.device]:
+    return {param.device for group in shape.groups for param in group.params}
+
+
 def _reason_against(group: KnownGroup, math: GroupMath) -> str | None:
     """Why a graph would do something else than a step."""
     operands = list(group.operands())
-    devices = {operand.param.device for operand in operands}
-    reason = next(filter(None, map(missing, devices)), None)
+    reason = missing(operands[0].param.device) if operands else None
     return reason or reason_against(math, operands)
 
 

@@ -29,6 +29,7 @@ from samestep.groups.param_groups import (
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import state_lines, table
+from samestep.kernels.call import on_device_of
 from samestep.layout.boxes import HeldState, mesh_of
 from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
@@ -332,7 +333,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         if self._saved.is_known:
             self._saved.changes()
-        with self._runner.norm_begun(self.param_groups, scaled=inverse_scale is not None):
+        with (
+            on_device_of(self.param_groups[0]["params"][0]),
+            self._runner.norm_begun(self.param_groups, scaled=inverse_scale is not None),
+        ):
             problem = self._adoption.problem(self.param_groups, self.state)
             self._runner.run(self.param_groups, self.state, problem, inverse_scale)
         watch = self._adoption.watch

@@ -403,15 +403,15 @@ class StepRunner:
 
     def _math(self, index: int, device: torch.device) -> GroupMath:
         """How the rule of a group is run in this step."""
-        group = self._groups[index]
+        group, verdict = self._groups[index], self._verdict
         rule = RULES[group["rule"]]  # a group without one has not come here
         return GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),
             {key: group[key] for key in self._constant_keys(rule)},
-            self._verdict.factor,
+            None if verdict.factor is None else verdict.factor.to(device),
             group["maximize"],
-            self._verdict.only_if,
+            None if verdict.only_if is None else verdict.only_if.to(device),
             self._sizes,
             self.outliers,
         )

@@ -19,6 +19,7 @@ from samestep.groups.param_groups import (
     parameter_names,
     rule_of,
 )
+from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import mesh_of
@@ -132,7 +133,8 @@ class Planner:
                 for block in blocks[param] or ()
                 for shape in block.matrices
             }
-            settle(shapes, params[0].device, self.ranks)
+            with on_device_of(params[0]):
+                settle(shapes, params[0].device, self.ranks)
 
     def own_reduction(self, index: int, group: Group) -> GroupReduction | None:
         """Take a process group and divisor of its own out of a group: they are not saved."""

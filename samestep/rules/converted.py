@@ -66,7 +66,7 @@ def as_stored(
         else:
             found[key] = tensor
     if STEP in stored and STEP not in found and found:
-        found[STEP] = torch.zeros(shapes[STEP])
+        found[STEP] = torch.zeros(shapes[STEP], dtype=torch.float32)
     return found
 
 

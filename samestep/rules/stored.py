@@ -74,7 +74,7 @@ def encode(
     flat = value.detach().float().reshape(-1)
     dtype = torch.int8 if signed else torch.uint8
     codes = torch.empty(flat.shape, dtype=dtype, device=value.device)
-    scale = torch.empty(len(flat) // q, device=value.device)
+    scale = flat.new_empty(len(flat) // q)
     for begin, end, bits in _plain_chunks(flat) if noise is None else noise.chunks(value):
         blocks = flat[begin:end].view(-1, q)
         # Of bits, since these are ordered as magnitudes are, and NaN is the largest of all.

@@ -69,7 +69,8 @@ class Outliers:
         if only_if is not None:
             flags &= only_if != 0
         count = flags.sum()
-        self._found[group] = self._found[group] + count if group in self._found else count
+        known = self._found.get(group)
+        self._found[group] = count if known is None else known + count.to(known.device)
 
     def watch(self, group: int, flags: Sequence[Tensor]) -> None:
         """Look at flags that kernels set, from now on."""
@@ -80,7 +81,7 @@ class Outliers:
         device = next((count.device for count in self._found.values()), torch.device("cpu"))
         counts = torch.zeros(groups, dtype=torch.int64, device=device)
         for group, count in self._found.items():
-            counts[group] += count
+            counts[group] += count.to(device)
         for group, flags in self._flags.items():
             counts[group] += sum(int(flag.sum()) for flag in flags)
         return counts

@@ -73,7 +73,7 @@ class GroupMath(NamedTuple):
         """A gradient as the rule shall see it; scaled in 32 bits, as 16 are too few."""
         if self.factor is not None:
             wide = torch.promote_types(grad.dtype, torch.float32)
-            grad = grad.to(wide) * self.factor.to(grad.device, wide)
+            grad = grad.to(wide) * self.factor.to(wide)
         return -grad if self.maximize else grad
 
 

@@ -66,7 +66,7 @@ def products_by_torch(monkeypatch):
 
 
 def random(*shape, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape) * scale).to(DEVICE, dtype)
+    return (torch.randn(shape, dtype=torch.float32) * scale).to(DEVICE, dtype)
 
 
 def distance(found, wanted):
@@ -553,6 +553,52 @@ def test_logits_that_are_not_finite_are_told():
     assert same.isnan().tolist() == [True, True, True]
     nothing = largest_of_heads(query, key, 1.0, is_causal=False, mask=nowhere & False)
     assert nothing.isneginf().all()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("products_by_torch")
+def test_results_do_not_depend_on_the_default_dtype(default):
+    """Trainers set it while they build a model, and some leave it there."""
+    query, key = attention(2, 1, 20, 20, 16, torch.bfloat16)
+
+    def everything():
+        found = [largest_of_heads(300 * query, 300 * key, 1.0, is_causal=True, mask=None)]
+        for own in ({}, NANOCHAT):
+            options = {**MUON.defaults, **own, "compute_dtype": torch.float16}
+            scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+            params, grads, states = muon_case(12, 20, options)
+            for grad, state in zip(grads, states, strict=True):
+                grad *= 1e-4
+                state["momentum_buffer"] *= 1e-4  # powers beyond float16
+            step = Step(scalars, options, None, False, None)
+            found += muon_([(MuonBlocks(params, states), gradients(grads))], step, measure=True)
+            found += [*params, *(tensor for state in states for tensor in state.values())]
+        return found
+
+    torch.manual_seed(1)
+    wanted = everything()
+    torch.manual_seed(1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = everything()
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_masks_may_lie_as_they_like():
+    """Far apart: rows that follow each other in memory are columns of the mask."""
+    query, key = attention(1, 1, 4, 40, 16, torch.float16)
+    far = torch.empty(40 << 26, dtype=torch.bool, device=DEVICE)  # never touched but here and there
+    mask = far.as_strided((4, 40), (1, 1 << 26)).fill_(False)
+    mask[:, 39] = True
+    mask = mask.expand(2, 1, 4, 40)
+    found = largest_of_heads(query, key, 1.0, is_causal=False, mask=mask)
+    wanted = largest_logits(query.float(), key[..., 39:, :].float(), scale=1.0)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_launches_are_on_the_device_of_their_tensors(monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from samestep.optimizer.step import StepRunner, Verdict
 from samestep.rules import RULES, AdamWRule, MuonRule, Update, register_rule
 
 COMMON = {"lr": 0.02, "master_weights": False}
@@ -537,6 +539,72 @@ def test_devices_mixed_in_one_group(rule):
     train(own, [alone], gradients)
     assert_same(snapshot(optimizer, here), snapshot(own, alone))
     assert {tensor.device.type for tensor in optimizer.state[there].values()} == {"meta"}
+
+
+def test_each_device_is_told_of_the_step_where_it_is(monkeypatch):
+    """A kernel reads the factor of clipping by its address, which another device cannot."""
+    params = [nn.Parameter(torch.ones(6, 4, device=device)) for device in ("cpu", "meta")]
+    optimizer = samestep.Muon(params, max_grad_norm=1.0)
+    verdict = Verdict(torch.tensor(0.5), torch.tensor(True))
+    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: setattr(self, "_verdict", verdict))
+    told = {}
+
+    def look(self, device, index, members):
+        told[device.type] = self._math(index, device)
+
+    monkeypatch.setattr(StepRunner, "_update_on", look)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert list(told) == ["cpu", "meta"]
+    for kind, math in told.items():
+        read = [math.factor, math.only_if, *math.scalars.values()]
+        assert {tensor.device.type for tensor in read} == {kind}
+
+
+def test_a_graph_of_several_devices_is_refused(monkeypatch):
+    """It would have the work of one of them alone."""
+    pytest.importorskip("triton")
+    from samestep.optimizer.recorded_step import RecordedStep, StepShape, _refuse
+
+    params = [nn.Parameter(torch.ones(6, 4, device=device)) for device in ("meta", "cpu")]
+    groups: Any = (SimpleNamespace(params=params, operands=list),)
+    shape = StepShape(groups, (), [], [], False, False)
+    maths: Any = [None]
+    with pytest.raises(RuntimeError, match="parameters are on cpu and meta: leave cuda_graph out"):
+        _refuse(shape, maths)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not RecordedStep(asked_for=False)._may_record(shape, maths, [])
+
+
+FORMATS: list[dict[str, Any]] = [
+    {"max_grad_norm": 0.1, "update_rms": True},
+    {"variance_beta2": 0.9, "cautious": True},
+    {"state_dtypes": "8bit"},
+    {"state_dtypes": "bf16_stochastic"},
+]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", FORMATS)
+def test_nothing_depends_on_the_default_dtype(options, default):
+    """Trainers set it while they build a model, and some leave it there."""
+    shapes = [(6, 64), (64, 6), (64,)]
+    found = []
+    for dtype in (torch.float32, default):
+        params = draw_parameters(shapes)
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = samestep.MuonAdamW(
+                [{"params": params[:2], "rule": "muon"}, {"params": params[2:], "rule": "adamw"}],
+                **options,
+            )
+            train(optimizer, params, draw_gradients(shapes))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([snapshot(optimizer, param) for param in params])
+    for actual, expected in zip(*found, strict=True):
+        assert_same(actual, expected)
 
 
 # --- Options -------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def test_symmetric_products_compile(way, given):
     assert "wgmma" in ptx
 
 
-@pytest.mark.parametrize("mask", ["*u8", *[None] * SOAK])
+@pytest.mark.parametrize("mask", ["*u8", *[None, "*fp32", "*bf16"] * SOAK])
 def test_largest_logits_compile(mask):
     places = ("batch", "head", "row", "col")
     strides = {f"{of}_{place}": "i32" for of in ("query", "key", "mask") for place in places}
@@ -256,7 +256,7 @@ def test_largest_logits_compile(mask):
     }  # fmt: skip
     # The last dim lies as it should, which a launch sees.
     constants = {"query_col": 1, "key_col": 1, "CAUSAL": True, "ROWS": 128, "COLS": 128}
-    types |= {} if mask is None else {"mask": mask}
+    types |= {"least": "fp32"} if mask is None else {"mask": mask, "least": "fp32"}
     constants |= {"mask": None} if mask is None else {}
     ptx = compiled(logits._largest, types, SIZE=128, warps=8, **constants)
     assert "wgmma" in ptx

@@ -138,6 +138,21 @@ def test_small_state():
     assert_said("docs/small_state.md", *(f"{final:.4f}" for final in finals.values()))
 
 
+def test_errors_of_updates_with_small_state():
+    words = {"bf16": "bfloat16", "bf16_stochastic": '`"bf16_stochastic"`', "8bit": '`"8bit"`'}
+    content = result("small_state_error_cpu")
+    rows = {(row["rule"], row["form"]): row for row in content["rows"]}
+    for form, word in words.items():
+        said = [
+            f"{of:.3f}"
+            for row in (rows[rule, form] for rule in ("adamw", "muon"))
+            for of in (row["spans"][0], row["spans"][-1], row["mean"])
+        ]
+        assert_said("docs/small_state.md", f"| {word} | {' | '.join(said)} |")
+    first, last = content["losses"][0], content["losses"][-1]
+    assert_said("docs/small_state.md", f"from {first:.2f} to {last:.2f}")
+
+
 def test_logits_of_qk_clip():
     lines, content = [], result("qk_clip_gpu")
     for row in content["rows"]:

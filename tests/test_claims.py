@@ -58,6 +58,10 @@ def test_steps_beside_dion():
         assert_said("README.md", f"{said}{ratio}")
         assert_said("docs/proof.md", f"{said}dion {ratio}")
         assert_said("docs/gpu.md", f"{ms['ours']:.1f} ms, dion {ratio}")
+    for each in result("step_residue_dion")["sets"]:
+        ms = medians(each["contestants"])
+        said = f"`{each['set']}` {ms['ours']:.1f} ms, dion {ms['dion-triton'] / ms['ours']:.2f}"
+        assert_said("docs/gpu.md", said)
 
 
 def test_steps_beside_all_peers():

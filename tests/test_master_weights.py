@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
+from tests.ranks import run_forked
 
 HALVES = [torch.bfloat16, torch.float16]
 halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -288,3 +294,137 @@ def test_remainders_are_of_bfloat16(make):
         word = str(dtype).removeprefix("torch.")
         with pytest.raises(ValueError, match=f"is {word} here: load it into a bfloat16 model"):
             other.load_state_dict(saved)
+
+
+# --- in every layout -------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "none": {"sharding": "none"},
+    "zero1": {"sharding": "zero1"},
+    "zero2": {"sharding": "zero2"},
+    "flat": {"sharding": "zero1", "buffers": "flat"},
+    "offload": {"sharding": "zero2", "offload": "state"},
+    "fsdp2": {},
+}
+REMAINDER = {"state_dtypes": {MASTER: "remainder"}}
+
+
+def model_of(dtype: torch.dtype, seed: int, layout: str | None = None) -> nn.Module:
+    """Matrices and a table of which ranks own parts, and vectors."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.Embedding(10, 8)).to(dtype)
+    with torch.no_grad():
+        for place, param in enumerate(model.parameters()):
+            param.copy_(draw(param.shape, 10 * seed + place, dtype))
+    if layout == "fsdp2":
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def in_layout(
+    layout: str | None, dtype: torch.dtype, seed: int, **options: Any
+) -> tuple[nn.Module, samestep.MuonAdamW]:
+    """Of one process if the layout is None."""
+    model = model_of(dtype, seed, layout)
+    own = {} if layout is None else {**LAYOUTS[layout], "reduction": "ordered"}
+    own |= {} if layout in (None, "fsdp2") else {"crossover": 16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, samestep.MuonAdamW(model, lr=0.02, **{**own, **options})
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    for place, param in enumerate(model.parameters()):
+        gradient = draw(param.shape, 1000 * seed + place, param.dtype)
+        mesh = getattr(param, "device_mesh", None)
+        param.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, [Shard(0)])
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: getattr(param, "full_tensor", lambda param=param: param)().detach().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def put(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Weights from outside, as `model.load_state_dict` gives them."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            mesh = getattr(param, "device_mesh", None)
+            value = values[name]
+            param.copy_(value if mesh is None else distribute_tensor(value, mesh, [Shard(0)]))
+
+
+def copies(model: nn.Module, optimizer: samestep.MuonAdamW) -> dict[str, Tensor]:
+    return {name: optimizer.full_parameter(name) for name, _ in model.named_parameters()}
+
+
+def read_back(path: Path, layout: str | None, **options: Any) -> dict[str, Tensor]:
+    """What a checkpoint gives to 32-bit weights."""
+    model, optimizer = in_layout(layout, torch.float32, 9, **options)
+    samestep.load(path, model, optimizer)
+    return whole(model)
+
+
+def unequal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in expected.items() if not same_bits(found[name], value.float())]
+
+
+def saved_without_copies_job(rank: int, folder: Path, states: dict[str, Any]) -> list[str]:
+    wrong = []
+    for layout in LAYOUTS:
+        for source, (weights, state) in states.items():
+            if source == "part" and layout != "flat":
+                continue  # who owns what may depend on whether there are copies
+            form = {"state_dict_form": "part"} if source == "part" else {}
+            if state is None:
+                without = in_layout(layout, torch.bfloat16, 1, master_weights=False, **form)
+                one_step(*without, 1)
+                state = without[1].state_dict()
+            model, optimizer = in_layout(layout, torch.bfloat16, 3, master_weights=True, **form)
+            put(model, weights)
+            optimizer.load_state_dict(state)
+            path = folder / f"{layout} {source}"
+            samestep.save(path, model, optimizer)
+            found = copies(model, optimizer), read_back(path, layout)
+            wrong += [f"{layout} {source} {n}" for own in found for n in unequal(own, weights)]
+    return wrong
+
+
+def test_state_without_copies_gives_them_the_weights_in_every_layout(tmp_path):
+    """Also where a rank has pieces of them, which do not have the parameter's shape."""
+    model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=False)
+    one_step(model, optimizer, 1)
+    states = {"ours": (whole(model), optimizer.state_dict())}
+    states["part"] = (whole(model), None)
+    assert run_forked(2, saved_without_copies_job, tmp_path, states) == [[], []]
+
+
+def torch_file_job(rank: int, weights: list[Tensor], state: dict[str, Any]) -> list[bool]:
+    found = []
+    for layout in ("none", "zero2", "flat"):
+        params = [
+            (str(place), nn.Parameter(torch.zeros_like(w))) for place, w in enumerate(weights)
+        ]
+        options = {**LAYOUTS[layout], "crossover": 16}
+        optimizer = samestep.AdamW(params, lr=0.02, master_weights=True, **options)
+        with torch.no_grad():
+            for (_, param), value in zip(params, weights, strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(state)
+        pairs = zip(params, weights, strict=True)
+        found += [same_bits(optimizer.full_parameter(n), w.float()) for (n, _), w in pairs]
+    return found
+
+
+def test_state_of_torch_gives_copies_the_weights():
+    params = [
+        nn.Parameter(draw(shape, seed, torch.bfloat16)) for seed, shape in enumerate([(9, 8), (7,)])
+    ]
+    theirs = torch.optim.AdamW(params, lr=0.02)
+    step_with([theirs], [params], torch.bfloat16, range(1))
+    weights = [param.detach() for param in params]
+    assert run_forked(2, torch_file_job, weights, theirs.state_dict()) == [[True] * 6] * 2

@@ -514,8 +514,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self.wait_for_parameters()
         self._saved.changes()
-        for placement in self.holdings.placements:
-            placement.refresh_masters(self.state)
+        self.holdings.refresh_masters(self.state)
 
     def held_state(self) -> Iterator[tuple[str, HeldState]]:
         """What this rank holds of every state tensor, as boxes of what one process has.

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
+from samestep.checkpoint import logical
+from samestep.layout.boxes import local_of
 from tests.ranks import run_forked
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -428,3 +430,74 @@ def test_state_of_torch_gives_copies_the_weights():
     step_with([theirs], [params], torch.bfloat16, range(1))
     weights = [param.detach() for param in params]
     assert run_forked(2, torch_file_job, weights, theirs.state_dict()) == [[True] * 6] * 2
+
+
+def edited_values(
+    folder: Path, layout: str | None
+) -> tuple[list[tuple[dict[str, Tensor], dict[str, Tensor]]], bool]:
+    """Pairs of what was found and what it should be; whether looking has left the state as it is.
+
+    First all weights are others, as after `model.load_state_dict`; later every third element is.
+    """
+    model, optimizer = in_layout(layout, torch.bfloat16, 1, master_weights=True)
+    pretrained = whole(model_of(torch.bfloat16, 2))
+    put(model, pretrained)
+    samestep.save(folder / "pretrained", model, optimizer)
+    expected = {name: value.float() for name, value in pretrained.items()}
+    found = [(copies(model, optimizer), expected)]
+    found.append((read_back(folder / "pretrained", layout), expected))
+
+    one_step(model, optimizer, 1)
+    expected, weights = copies(model, optimizer), whole(model)
+    assert not any(torch.equal(expected[name], own.float()) for name, own in weights.items())
+    for name, value in weights.items():
+        value.view(-1)[::3] += 1
+        expected[name].view(-1)[::3] = value.view(-1)[::3].float()
+    put(model, weights)
+    before = [local_of(own[MASTER]).clone() for own in optimizer.state.values()]
+    samestep.save(folder / "edited", model, optimizer)
+    found.append((copies(model, optimizer), expected))
+    found.append((read_back(folder / "edited", layout), expected))
+    again, into = in_layout(layout, torch.bfloat16, 4, master_weights=True)
+    samestep.load(folder / "edited", again, into)
+    found.append((copies(again, into), expected))
+    after = [local_of(own[MASTER]) for own in optimizer.state.values()]
+    return found, all(map(torch.equal, before, after))
+
+
+def edited_job(rank: int, folder: Path) -> list[str]:
+    wrong = []
+    for layout in LAYOUTS:
+        found, as_before = edited_values(folder / layout, layout)
+        wrong += [] if as_before else [f"{layout} has other copies"]
+        for number, pair in enumerate(found):
+            wrong += [f"{layout} {number} {name}" for name in unequal(*pair)]
+    return wrong
+
+
+def test_edited_weights_are_looked_at_and_saved_instead_of_their_copies(tmp_path):
+    """Box by box, as a step has it, wherever copies lie; what was not edited keeps its low bits."""
+    found, as_before = edited_values(tmp_path / "one", None)
+    assert [unequal(*pair) for pair in found] == [[]] * 5
+    assert as_before
+    assert run_forked(2, edited_job, tmp_path) == [[], []]
+
+
+def test_checkpoints_with_copies_of_before_an_edit_give_32_bit_weights_the_edit(
+    tmp_path, monkeypatch
+):
+    """As earlier versions wrote them, and as torch writes what `state_dict()` has."""
+    monkeypatch.setattr(logical, "_present_masters", lambda part: part.boxes)
+    for kept in ({}, REMAINDER):
+        model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=True, **kept)
+        one_step(model, optimizer, 1)
+        halfway = torch.full((10, 8), 1 + 2.0**-8)  # rounded to even, or away from zero
+        optimizer.set_full_parameter("1.weight", halfway)
+        expected, weights = copies(model, optimizer), whole(model)
+        if not kept:  # beside a remainder nobody can see it
+            weights["0.weight"][::2] = 3
+            expected["0.weight"][::2] = 3
+        put(model, weights)
+        path = tmp_path / str(len(kept))
+        samestep.save(path, model, optimizer)
+        assert unequal(read_back(path, None), expected) == []

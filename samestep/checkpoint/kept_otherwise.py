@@ -26,11 +26,18 @@ from samestep.groups.param_groups import parameter_names, rule_of
 from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.rules.converted import remainder_of, was_of_parameter
+from samestep.rules.converted import remainder_of, saved_value, was_of_parameter
 from samestep.rules.state import MASTER, is_elementwise
 from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode
 
 Entries = Mapping[str, TensorStorageMetadata]
+
+
+class Again(NamedTuple):
+    """What to read when all else is read, and what writes stored values into a box that is here."""
+
+    tensors: Tensors
+    write: Callable[[Tensor, Tensor], object]
 
 
 class Adapted(NamedTuple):
@@ -41,6 +48,7 @@ class Adapted(NamedTuple):
 
     tensors: Tensors
     optional: frozenset[str]
+    again: list[Again]
     finish: list[Callable[[], None]]
 
 
@@ -77,31 +85,41 @@ def adapted(
     optional = set() if optimizer is None else _counts(optimizer)
     finish += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
     optional |= {name for name in stored if name.endswith(SCALE_SUFFIX) and name not in wanted}
+    again = list[Again]()
     if optimizer is not None and whole:
-        optional |= _exchange_masters(wanted, stored)
-    return Adapted(wanted, frozenset(optional), finish)
+        exchanged, again = _exchange_masters(wanted, stored)
+        optional |= exchanged
+    return Adapted(wanted, frozenset(optional), again, finish)
 
 
-def _exchange_masters(wanted: Tensors, stored: Entries) -> set[str]:
+def _exchange_masters(wanted: Tensors, stored: Entries) -> tuple[set[str], list[Again]]:
     """Where dtypes differ, let parameters be read from stored master copies, or these from them.
 
-    Changes `wanted`, and gives the names that have no counterpart then.
+    Changes `wanted`, and gives the names that have no counterpart then, and what to read again.
     """
     done = set()
+    edited: Tensors = {}
     for name in [name for name in wanted if name.startswith(f"{MODEL}.") and name in stored]:
         master = state_key(name.removeprefix(f"{MODEL}."), MASTER)
         own, copy = wanted[name], wanted.get(master)
-        if own.dtype == stored[name].properties.dtype:
+        if own.dtype == stored[name].properties.dtype or own.shape != stored[name].size:
             continue
         if master in stored:
             wanted[master], gone = _both(own, copy), name
+            if own.dtype == stored[master].properties.dtype:  # else it has not all of its bits
+                edited[name] = own
         elif copy is not None:
             wanted[name], gone = _both(own, copy), master
         else:
             continue
         del wanted[gone]
         done.add(gone)
-    return done
+    return done, [Again(edited, _put_edited)]
+
+
+def _put_edited(master: Tensor, weight: Tensor) -> None:
+    """Master copies were read into 32-bit weights: where stored weights differ, these count."""
+    master.copy_(saved_value(weight.to(master.device), master))
 
 
 def _both(one: Pieces, other: Pieces | None) -> Pieces:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import samestep
 from samestep.checkpoint import logical
 from samestep.layout.boxes import local_of
+from samestep.rules.stored import split_remainder
 from tests.ranks import run_forked
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -501,3 +502,52 @@ def test_checkpoints_with_copies_of_before_an_edit_give_32_bit_weights_the_edit(
         path = tmp_path / str(len(kept))
         samestep.save(path, model, optimizer)
         assert unequal(read_back(path, None), expected) == []
+
+
+def halfway(model: nn.Module) -> dict[str, Tensor]:
+    """Values between two bfloat16, of both signs; half of them are rounded to even downwards."""
+    steps = {name: torch.arange(p.numel()).view(p.shape) for name, p in model.named_parameters()}
+    return {name: (1 + 2.0**-8 + at * 2.0**-7) * (-1.0) ** at for name, at in steps.items()}
+
+
+def remainders_job(rank: int, path: Path) -> dict[str, Any]:
+    found = {}
+    for layout in LAYOUTS:
+        model, optimizer = in_layout(layout, torch.bfloat16, 3, master_weights=True, **REMAINDER)
+        samestep.load(path, model, optimizer)
+        found[layout] = copies(model, optimizer), whole(model)
+    return found
+
+
+def test_remainders_get_all_bits_of_32_bit_weights(tmp_path):
+    """Halfway values too: on every rank weights are rounded as their remainders take it."""
+    model, optimizer = in_layout(None, torch.float32, 1)
+    expected = halfway(model)
+    put(model, expected)
+    samestep.save(tmp_path / "wide", model, optimizer)
+    rounded = {name: split_remainder(value)[0] for name, value in expected.items()}
+    assert not torch.equal(rounded["1.weight"], expected["1.weight"].bfloat16())
+    for of_rank in run_forked(2, remainders_job, tmp_path / "wide"):
+        for layout, (values, weights) in of_rank.items():
+            assert unequal(values, expected) == [], layout
+            assert all(same_bits(weights[name], own) for name, own in rounded.items()), layout
+
+
+def test_remainders_of_weights_beside_copies_lack_the_last_bit_of_what_is_halfway(tmp_path):
+    """These weights are rounded to even already, and what they say counts."""
+    model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=True)
+    expected = halfway(model)
+    for name, value in expected.items():
+        optimizer.set_full_parameter(name, value)
+    samestep.save(tmp_path / "copies", model, optimizer)
+    for source in ("checkpoint", "state dict"):
+        into = in_layout(None, torch.bfloat16, 3, master_weights=True, **REMAINDER)
+        if source == "checkpoint":
+            samestep.load(tmp_path / "copies", *into)
+        else:
+            put(into[0], whole(model))
+            into[1].load_state_dict(optimizer.state_dict())
+        for name, value in copies(*into).items():
+            away = split_remainder(expected[name])[0] == model.get_parameter(name)
+            lost = (value.view(torch.int32) - expected[name].view(torch.int32)).abs()
+            assert torch.equal(lost, (~away).int()), (source, name)

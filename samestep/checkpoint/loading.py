@@ -14,7 +14,7 @@ from samestep.checkpoint import folder
 from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
 from samestep.checkpoint.kept_otherwise import Adapted, adapted
 from samestep.checkpoint.logical import (
-    Remainder,
+    Remainders,
     Tensors,
     check_options,
     restore_options,
@@ -72,7 +72,7 @@ def load(
         stored = open_checkpoint(folder.find(Path(path)), here)
         if isinstance(stored, TorchFiles) and stored.refusal and optimizer is not None:
             raise stored.refusal
-        remainders: list[Remainder] = []
+        remainders: Remainders = {}
         tensors = tensors_of(model, optimizer, remainders)
         whole = not isinstance(stored, LocalFiles)
         adapted_to = adapted(tensors, remainders, stored.tensors, optimizer, whole=whole)

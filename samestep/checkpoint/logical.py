@@ -163,6 +163,9 @@ class Remainder(NamedTuple):
     rest: Tensor
 
 
+Remainders = dict[str, list[Remainder]]  # by the whole parameter's name; [] if others have it all
+
+
 def _with_parameters(part: HeldState) -> Iterator[tuple[Box, Tensor, Tensor]]:
     """The boxes of a master copy, of either form, and the same of its parameter."""
     outer = _held_here(part.param.detach())
@@ -187,7 +190,7 @@ def _present_masters(part: HeldState) -> list[HeldBox]:
     return boxes
 
 
-def state_tensors(opt: RuleOptimizer, remainders: list[Remainder] | None = None) -> Tensors:
+def state_tensors(opt: RuleOptimizer, remainders: Remainders | None = None) -> Tensors:
     """All optimizer state, to be loaded if `remainders` is given, and else to be saved.
 
     Views of it, but for master copies of which remainders are kept: these are made, and told in
@@ -202,7 +205,7 @@ def state_tensors(opt: RuleOptimizer, remainders: list[Remainder] | None = None)
         if part.key == REMAINDER_KEY:
             made = _joined_master(part)
             if remainders is not None:
-                remainders += made
+                remainders.setdefault(whole_name(name), []).extend(made)
             boxes = [
                 HeldBox(box, one.master) for (box, _), one in zip(part.boxes, made, strict=True)
             ]
@@ -259,7 +262,7 @@ def name_and_key(tensor: str) -> tuple[str, str | None]:
 def tensors_of(
     model: nn.Module | None,
     opt: RuleOptimizer | None,
-    remainders: list[Remainder] | None = None,
+    remainders: Remainders | None = None,
 ) -> Tensors:
     """Those of both, or of one of them; `remainders`: what `state_tensors` tells."""
     if model is None and opt is None:

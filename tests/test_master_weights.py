@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
+from samestep.checkpoint import logical
+from samestep.layout.boxes import local_of
+from samestep.rules.stored import split_remainder
+from tests.ranks import run_forked
 
 HALVES = [torch.bfloat16, torch.float16]
 halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -288,3 +297,257 @@ def test_remainders_are_of_bfloat16(make):
         word = str(dtype).removeprefix("torch.")
         with pytest.raises(ValueError, match=f"is {word} here: load it into a bfloat16 model"):
             other.load_state_dict(saved)
+
+
+# --- in every layout -------------------------------------------------------------------------
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "none": {"sharding": "none"},
+    "zero1": {"sharding": "zero1"},
+    "zero2": {"sharding": "zero2"},
+    "flat": {"sharding": "zero1", "buffers": "flat"},
+    "offload": {"sharding": "zero2", "offload": "state"},
+    "fsdp2": {},
+}
+REMAINDER = {"state_dtypes": {MASTER: "remainder"}}
+
+
+def model_of(dtype: torch.dtype, seed: int, layout: str | None = None) -> nn.Module:
+    """Matrices and a table of which ranks own parts, and vectors."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.Embedding(10, 8)).to(dtype)
+    with torch.no_grad():
+        for place, param in enumerate(model.parameters()):
+            param.copy_(draw(param.shape, 10 * seed + place, dtype))
+    if layout == "fsdp2":
+        for part in (*model, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def in_layout(
+    layout: str | None, dtype: torch.dtype, seed: int, **options: Any
+) -> tuple[nn.Module, samestep.MuonAdamW]:
+    """Of one process if the layout is None."""
+    model = model_of(dtype, seed, layout)
+    own = {} if layout is None else {**LAYOUTS[layout], "reduction": "ordered"}
+    own |= {} if layout in (None, "fsdp2") else {"crossover": 16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, samestep.MuonAdamW(model, lr=0.02, **{**own, **options})
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    for place, param in enumerate(model.parameters()):
+        gradient = draw(param.shape, 1000 * seed + place, param.dtype)
+        mesh = getattr(param, "device_mesh", None)
+        param.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, [Shard(0)])
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: getattr(param, "full_tensor", lambda param=param: param)().detach().clone()
+        for name, param in model.named_parameters()
+    }
+
+
+def put(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Weights from outside, as `model.load_state_dict` gives them."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            mesh = getattr(param, "device_mesh", None)
+            value = values[name]
+            param.copy_(value if mesh is None else distribute_tensor(value, mesh, [Shard(0)]))
+
+
+def copies(model: nn.Module, optimizer: samestep.MuonAdamW) -> dict[str, Tensor]:
+    return {name: optimizer.full_parameter(name) for name, _ in model.named_parameters()}
+
+
+def read_back(path: Path, layout: str | None, **options: Any) -> dict[str, Tensor]:
+    """What a checkpoint gives to 32-bit weights."""
+    model, optimizer = in_layout(layout, torch.float32, 9, **options)
+    samestep.load(path, model, optimizer)
+    return whole(model)
+
+
+def unequal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in expected.items() if not same_bits(found[name], value.float())]
+
+
+def saved_without_copies_job(rank: int, folder: Path, states: dict[str, Any]) -> list[str]:
+    wrong = []
+    for layout in LAYOUTS:
+        for source, (weights, state) in states.items():
+            if source == "part" and layout != "flat":
+                continue  # who owns what may depend on whether there are copies
+            form = {"state_dict_form": "part"} if source == "part" else {}
+            if state is None:
+                without = in_layout(layout, torch.bfloat16, 1, master_weights=False, **form)
+                one_step(*without, 1)
+                state = without[1].state_dict()
+            model, optimizer = in_layout(layout, torch.bfloat16, 3, master_weights=True, **form)
+            put(model, weights)
+            optimizer.load_state_dict(state)
+            path = folder / f"{layout} {source}"
+            samestep.save(path, model, optimizer)
+            found = copies(model, optimizer), read_back(path, layout)
+            wrong += [f"{layout} {source} {n}" for own in found for n in unequal(own, weights)]
+    return wrong
+
+
+def test_state_without_copies_gives_them_the_weights_in_every_layout(tmp_path):
+    """Also where a rank has pieces of them, which do not have the parameter's shape."""
+    model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=False)
+    one_step(model, optimizer, 1)
+    states = {"ours": (whole(model), optimizer.state_dict())}
+    states["part"] = (whole(model), None)
+    assert run_forked(2, saved_without_copies_job, tmp_path, states) == [[], []]
+
+
+def torch_file_job(rank: int, weights: list[Tensor], state: dict[str, Any]) -> list[bool]:
+    found = []
+    for layout in ("none", "zero2", "flat"):
+        params = [
+            (str(place), nn.Parameter(torch.zeros_like(w))) for place, w in enumerate(weights)
+        ]
+        options = {**LAYOUTS[layout], "crossover": 16}
+        optimizer = samestep.AdamW(params, lr=0.02, master_weights=True, **options)
+        with torch.no_grad():
+            for (_, param), value in zip(params, weights, strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(state)
+        pairs = zip(params, weights, strict=True)
+        found += [same_bits(optimizer.full_parameter(n), w.float()) for (n, _), w in pairs]
+    return found
+
+
+def test_state_of_torch_gives_copies_the_weights():
+    params = [
+        nn.Parameter(draw(shape, seed, torch.bfloat16)) for seed, shape in enumerate([(9, 8), (7,)])
+    ]
+    theirs = torch.optim.AdamW(params, lr=0.02)
+    step_with([theirs], [params], torch.bfloat16, range(1))
+    weights = [param.detach() for param in params]
+    assert run_forked(2, torch_file_job, weights, theirs.state_dict()) == [[True] * 6] * 2
+
+
+def edited_values(
+    folder: Path, layout: str | None
+) -> tuple[list[tuple[dict[str, Tensor], dict[str, Tensor]]], bool]:
+    """Pairs of what was found and what it should be; whether looking has left the state as it is.
+
+    First all weights are others, as after `model.load_state_dict`; later every third element is.
+    """
+    model, optimizer = in_layout(layout, torch.bfloat16, 1, master_weights=True)
+    pretrained = whole(model_of(torch.bfloat16, 2))
+    put(model, pretrained)
+    samestep.save(folder / "pretrained", model, optimizer)
+    expected = {name: value.float() for name, value in pretrained.items()}
+    found = [(copies(model, optimizer), expected)]
+    found.append((read_back(folder / "pretrained", layout), expected))
+
+    one_step(model, optimizer, 1)
+    expected, weights = copies(model, optimizer), whole(model)
+    assert not any(torch.equal(expected[name], own.float()) for name, own in weights.items())
+    for name, value in weights.items():
+        value.view(-1)[::3] += 1
+        expected[name].view(-1)[::3] = value.view(-1)[::3].float()
+    put(model, weights)
+    before = [local_of(own[MASTER]).clone() for own in optimizer.state.values()]
+    samestep.save(folder / "edited", model, optimizer)
+    found.append((copies(model, optimizer), expected))
+    found.append((read_back(folder / "edited", layout), expected))
+    again, into = in_layout(layout, torch.bfloat16, 4, master_weights=True)
+    samestep.load(folder / "edited", again, into)
+    found.append((copies(again, into), expected))
+    after = [local_of(own[MASTER]) for own in optimizer.state.values()]
+    return found, all(map(torch.equal, before, after))
+
+
+def edited_job(rank: int, folder: Path) -> list[str]:
+    wrong = []
+    for layout in LAYOUTS:
+        found, as_before = edited_values(folder / layout, layout)
+        wrong += [] if as_before else [f"{layout} has other copies"]
+        for number, pair in enumerate(found):
+            wrong += [f"{layout} {number} {name}" for name in unequal(*pair)]
+    return wrong
+
+
+def test_edited_weights_are_looked_at_and_saved_instead_of_their_copies(tmp_path):
+    """Box by box, as a step has it, wherever copies lie; what was not edited keeps its low bits."""
+    found, as_before = edited_values(tmp_path / "one", None)
+    assert [unequal(*pair) for pair in found] == [[]] * 5
+    assert as_before
+    assert run_forked(2, edited_job, tmp_path) == [[], []]
+
+
+def test_checkpoints_with_copies_of_before_an_edit_give_32_bit_weights_the_edit(
+    tmp_path, monkeypatch
+):
+    """As earlier versions wrote them, and as torch writes what `state_dict()` has."""
+    monkeypatch.setattr(logical, "_present_masters", lambda part: part.boxes)
+    for kept in ({}, REMAINDER):
+        model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=True, **kept)
+        one_step(model, optimizer, 1)
+        halfway = torch.full((10, 8), 1 + 2.0**-8)  # rounded to even, or away from zero
+        optimizer.set_full_parameter("1.weight", halfway)
+        expected, weights = copies(model, optimizer), whole(model)
+        if not kept:  # beside a remainder nobody can see it
+            weights["0.weight"][::2] = 3
+            expected["0.weight"][::2] = 3
+        put(model, weights)
+        path = tmp_path / str(len(kept))
+        samestep.save(path, model, optimizer)
+        assert unequal(read_back(path, None), expected) == []
+
+
+def halfway(model: nn.Module) -> dict[str, Tensor]:
+    """Values between two bfloat16, of both signs; half of them are rounded to even downwards."""
+    steps = {name: torch.arange(p.numel()).view(p.shape) for name, p in model.named_parameters()}
+    return {name: (1 + 2.0**-8 + at * 2.0**-7) * (-1.0) ** at for name, at in steps.items()}
+
+
+def remainders_job(rank: int, path: Path) -> dict[str, Any]:
+    found = {}
+    for layout in LAYOUTS:
+        model, optimizer = in_layout(layout, torch.bfloat16, 3, master_weights=True, **REMAINDER)
+        samestep.load(path, model, optimizer)
+        found[layout] = copies(model, optimizer), whole(model)
+    return found
+
+
+def test_remainders_get_all_bits_of_32_bit_weights(tmp_path):
+    """Halfway values too: on every rank weights are rounded as their remainders take it."""
+    model, optimizer = in_layout(None, torch.float32, 1)
+    expected = halfway(model)
+    put(model, expected)
+    samestep.save(tmp_path / "wide", model, optimizer)
+    rounded = {name: split_remainder(value)[0] for name, value in expected.items()}
+    assert not torch.equal(rounded["1.weight"], expected["1.weight"].bfloat16())
+    for of_rank in run_forked(2, remainders_job, tmp_path / "wide"):
+        for layout, (values, weights) in of_rank.items():
+            assert unequal(values, expected) == [], layout
+            assert all(same_bits(weights[name], own) for name, own in rounded.items()), layout
+
+
+def test_remainders_of_weights_beside_copies_lack_the_last_bit_of_what_is_halfway(tmp_path):
+    """These weights are rounded to even already, and what they say counts."""
+    model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=True)
+    expected = halfway(model)
+    for name, value in expected.items():
+        optimizer.set_full_parameter(name, value)
+    samestep.save(tmp_path / "copies", model, optimizer)
+    for source in ("checkpoint", "state dict"):
+        into = in_layout(None, torch.bfloat16, 3, master_weights=True, **REMAINDER)
+        if source == "checkpoint":
+            samestep.load(tmp_path / "copies", *into)
+        else:
+            put(into[0], whole(model))
+            into[1].load_state_dict(optimizer.state_dict())
+        for name, value in copies(*into).items():
+            away = split_remainder(expected[name])[0] == model.get_parameter(name)
+            lost = (value.view(torch.int32) - expected[name].view(torch.int32)).abs()
+            assert torch.equal(lost, (~away).int()), (source, name)

@@ -6,7 +6,8 @@ in a checkpoint whole, also where only a remainder of them is kept. A 32-bit par
 copy of a 16-bit one, and the other way round.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from samestep.checkpoint.logical import (
     STATE,
     Pieces,
     Remainder,
+    Remainders,
     Tensors,
     empty_pieces,
     state_key,
@@ -26,11 +28,18 @@ from samestep.groups.param_groups import parameter_names, rule_of
 from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.rules.converted import remainder_of, was_of_parameter
+from samestep.rules.converted import remainder_of, saved_value, was_of_parameter
 from samestep.rules.state import MASTER, is_elementwise
-from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode
+from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode, split_remainder
 
 Entries = Mapping[str, TensorStorageMetadata]
+
+
+class Again(NamedTuple):
+    """What to read when all else is read, and what writes stored values into a box that is here."""
+
+    tensors: Tensors
+    write: Callable[[Tensor, Tensor], object]
 
 
 class Adapted(NamedTuple):
@@ -41,12 +50,13 @@ class Adapted(NamedTuple):
 
     tensors: Tensors
     optional: frozenset[str]
+    again: list[Again]
     finish: list[Callable[[], None]]
 
 
 def adapted(
     tensors: Tensors,
-    remainders: Iterable[Remainder],
+    remainders: Remainders,
     stored: Entries,
     optimizer: RuleOptimizer | None,
     *,
@@ -73,35 +83,55 @@ def adapted(
         wanted[name], scales, write = _read_as(tensors[name], here, stored[name], there)
         wanted |= {} if scales is None else {scale_name: scales}
         finish.append(write)
-    finish += map(_rest, remainders)
+    finish += map(_rest, chain.from_iterable(remainders.values()))
     optional = set() if optimizer is None else _counts(optimizer)
     finish += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
     optional |= {name for name in stored if name.endswith(SCALE_SUFFIX) and name not in wanted}
+    again = list[Again]()
     if optimizer is not None and whole:
-        optional |= _exchange_masters(wanted, stored)
-    return Adapted(wanted, frozenset(optional), finish)
+        exchanged, again = _exchange_masters(wanted, stored, remainders)
+        optional |= exchanged
+    return Adapted(wanted, frozenset(optional), again, finish)
 
 
-def _exchange_masters(wanted: Tensors, stored: Entries) -> set[str]:
+def _exchange_masters(
+    wanted: Tensors, stored: Entries, with_remainder: Collection[str]
+) -> tuple[set[str], list[Again]]:
     """Where dtypes differ, let parameters be read from stored master copies, or these from them.
 
-    Changes `wanted`, and gives the names that have no counterpart then.
+    Changes `wanted`, and gives the names that have no counterpart then, and what to read again.
     """
     done = set()
+    edited: Tensors = {}
+    halved: Tensors = {}
     for name in [name for name in wanted if name.startswith(f"{MODEL}.") and name in stored]:
-        master = state_key(name.removeprefix(f"{MODEL}."), MASTER)
+        of = name.removeprefix(f"{MODEL}.")
+        master = state_key(of, MASTER)
         own, copy = wanted[name], wanted.get(master)
-        if own.dtype == stored[name].properties.dtype:
+        if own.dtype == stored[name].properties.dtype or own.shape != stored[name].size:
             continue
-        if master in stored:
-            wanted[master], gone = _both(own, copy), name
-        elif copy is not None:
-            wanted[name], gone = _both(own, copy), master
+        if master not in stored and copy is None:
+            continue
+        read, gone = (master, name) if master in stored else (name, master)
+        if copy is not None and of in with_remainder:
+            wanted[read], halved[read] = copy, own
         else:
-            continue
+            wanted[read] = _both(own, copy)
+            if master in stored and own.dtype == stored[master].properties.dtype:
+                edited[name] = own  # one with fewer bits cannot tell what was edited
         del wanted[gone]
         done.add(gone)
-    return done
+    return done, [Again(edited, _put_edited), Again(halved, _put_half)]
+
+
+def _put_half(param: Tensor, value: Tensor) -> None:
+    """Weights are rounded as their remainders take it, on every rank that has them."""
+    param.copy_(split_remainder(value.float())[0])
+
+
+def _put_edited(master: Tensor, weight: Tensor) -> None:
+    """Master copies were read into 32-bit weights: where stored weights differ, these count."""
+    master.copy_(saved_value(weight.to(master.device), master))
 
 
 def _both(one: Pieces, other: Pieces | None) -> Pieces:

@@ -1,6 +1,6 @@
 """`samestep.load`, once the checkpoint is known to be that of the model and optimizer here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from samestep.checkpoint import folder
 from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
 from samestep.checkpoint.kept_otherwise import Adapted, adapted
 from samestep.checkpoint.logical import (
-    Remainder,
+    Remainders,
     Tensors,
     check_options,
     restore_options,
@@ -72,14 +72,14 @@ def load(
         stored = open_checkpoint(folder.find(Path(path)), here)
         if isinstance(stored, TorchFiles) and stored.refusal and optimizer is not None:
             raise stored.refusal
-        remainders: list[Remainder] = []
+        remainders: Remainders = {}
         tensors = tensors_of(model, optimizer, remainders)
         whole = not isinstance(stored, LocalFiles)
         adapted_to = adapted(tensors, remainders, stored.tensors, optimizer, whole=whole)
         more = surplus(adapted_to.tensors, stored.tensors, adapted_to.optional)
         return (stored, adapted_to), bool(more)
 
-    (stored, (tensors, optional, finish)), more = ranks.agreed(look)
+    (stored, (tensors, optional, again, finish)), more = ranks.agreed(look)
     # A pipeline stage has a part of the model: what others have is no surplus.
     of_ranks = ranks.all_of(frozenset(tensors) | optional) if any(more) else []
 
@@ -99,6 +99,8 @@ def load(
 
     def read() -> None:
         read_into(chosen, stored)
+        for others, put in again:
+            read_into(others, stored, put)
         for write in finish:
             write()
 
@@ -112,15 +114,17 @@ def load(
     return Loaded(stored.folder, stored.content["extra"], stored.content["world_size"])
 
 
-def read_into(tensors: Tensors, stored: Stored) -> None:
-    """Copy what is stored into the boxes that are here; torch finds out what overlaps."""
+def read_into(
+    tensors: Tensors, stored: Stored, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> None:
+    """Put what is stored into the boxes that are here; torch finds out what overlaps."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), Metadata(dict(stored.tensors)))
     for item in planner.create_local_plan().items:
         values = stored.read(item.storage_index)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             values = values.narrow(dim, start, length)
-        planner.resolve_tensor(item).detach().copy_(values)
+        put(planner.resolve_tensor(item).detach(), values)
 
 
 Entries = Mapping[str, TensorStorageMetadata]

@@ -33,6 +33,7 @@ from samestep.layout.boxes import Box, HeldBox, HeldState, whole_box
 from samestep.layout.fused_rows import in_order, parts_apart, rows_in, whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.gathering import wait_for_anyone
+from samestep.rules.converted import present_master
 from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER_KEY, join_remainder
 
@@ -162,19 +163,38 @@ class Remainder(NamedTuple):
     rest: Tensor
 
 
+Remainders = dict[str, list[Remainder]]  # by the whole parameter's name; [] if others have it all
+
+
+def _with_parameters(part: HeldState) -> Iterator[tuple[Box, Tensor, Tensor]]:
+    """The boxes of a master copy, of either form, and the same of its parameter."""
+    outer = _held_here(part.param.detach())
+    for box, kept in part.boxes:
+        yield box, kept, outer.tensor[box.within(outer.box).slices].reshape(kept.shape)
+
+
 def _joined_master(part: HeldState) -> list[Remainder]:
     """Whole master copies of remainders, so that every reader of a checkpoint knows them."""
-    outer, found = _held_here(part.param.detach()), []
-    for box, rest in part.boxes:
-        own = outer.tensor[box.within(outer.box).slices].reshape(rest.shape)
-        found.append(Remainder(join_remainder(own.to(rest.device), rest), own, rest))
-    return found
+    return [
+        Remainder(join_remainder(own.to(rest.device), rest), own, rest)
+        for _, rest, own in _with_parameters(part)
+    ]
 
 
-def state_tensors(opt: RuleOptimizer, remainders: list[Remainder] | None = None) -> Tensors:
-    """All optimizer state; views of it, but for master copies of which remainders are kept.
+def _present_masters(part: HeldState) -> list[HeldBox]:
+    """Master copies with what was edited since: views, but for boxes in which something was."""
+    boxes = []
+    for box, kept, own in _with_parameters(part):
+        present = present_master(own.to(kept.device), kept)
+        boxes.append(HeldBox(box, kept if torch.equal(present, kept) else present))
+    return boxes
 
-    These are made, and told in `remainders`.
+
+def state_tensors(opt: RuleOptimizer, remainders: Remainders | None = None) -> Tensors:
+    """All optimizer state, to be loaded if `remainders` is given, and else to be saved.
+
+    Views of it, but for master copies of which remainders are kept: these are made, and told in
+    `remainders`. So are those to be saved whose parameters were edited since.
     """
     by_key: dict[str, Tensors] = {}
     order: dict[tuple[str, str], None] = {}  # names and keys as they come
@@ -185,11 +205,13 @@ def state_tensors(opt: RuleOptimizer, remainders: list[Remainder] | None = None)
         if part.key == REMAINDER_KEY:
             made = _joined_master(part)
             if remainders is not None:
-                remainders += made
+                remainders.setdefault(whole_name(name), []).extend(made)
             boxes = [
                 HeldBox(box, one.master) for (box, _), one in zip(part.boxes, made, strict=True)
             ]
             part, dtype = part._replace(key=MASTER, boxes=boxes), torch.float32
+        elif part.key == MASTER and remainders is None:
+            part = part._replace(boxes=_present_masters(part))
         pieces = Pieces(part.shape, dtype, tensor.device, part.boxes)
         by_key.setdefault(part.key, {})[name] = pieces
         order[whole_name(name), part.key] = None
@@ -240,7 +262,7 @@ def name_and_key(tensor: str) -> tuple[str, str | None]:
 def tensors_of(
     model: nn.Module | None,
     opt: RuleOptimizer | None,
-    remainders: list[Remainder] | None = None,
+    remainders: Remainders | None = None,
 ) -> Tensors:
     """Those of both, or of one of them; `remainders`: what `state_tensors` tells."""
     if model is None and opt is None:

@@ -13,6 +13,7 @@ from samestep.rules.converted import encoded, remainder_of, value_of
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import MASTER, MASTERS, State
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, join_remainder, split_remainder
+from samestep.update.plain import exact_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +89,10 @@ class FullValues:
 
     def parameter(self, name: str) -> Tensor:
         param = self.param(name)
-        if self.states[param].keys() & set(MASTERS):
-            return self.value(name, MASTER).to(param.device, math_dtype(param))
-        return self.holder(param).whole_value(param).to(math_dtype(param), copy=True)
+        kept = {key: self.state(name, key)[key] for key in MASTERS if key in self.states[param]}
+        whole = self.holder(param).whole_value(param)
+        here = {key: tensor.to(whole.device) for key, tensor in kept.items()}
+        return exact_value(whole, here).to(math_dtype(param), copy=not here)
 
     def set_parameter(self, name: str, value: Tensor) -> None:
         param = self.param(name)

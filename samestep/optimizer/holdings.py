@@ -240,6 +240,11 @@ class Holdings:
             into = local_of(state[own])
             into.copy_(from_other_master(own, local_of(values), local_of(lie_alike[own])))
 
+    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
+        """Take parameters for their master copies: those whose state is given."""
+        for placement in self.placements:
+            placement.refresh_masters(state)
+
     # --- who has what ------------------------------------------------------------------------
 
     def who_works_on(self, param: Tensor) -> tuple[str, str]:

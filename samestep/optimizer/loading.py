@@ -18,7 +18,6 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import local_of, mesh_of
 from samestep.rules.converted import as_stored, from_other_master, other_master
 from samestep.rules.state import (
-    MASTER,
     MASTERS,
     State,
     StoredTensors,
@@ -30,6 +29,7 @@ from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX
 
 StateDict = dict[str, Any]
 PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
+TakeParameters = Callable[[Mapping[Tensor, State]], None]
 PART = "part"  # in a state dict: which rank's part of a plan it is
 SAVE_WHOLE = (
     "save with samestep.save and load with samestep.load, which gives all bits to the parameter"
@@ -50,6 +50,7 @@ def load_state(
     state_dict: StateDict,
     shapes: Mapping[Tensor, Mapping[str, Shape]],
     put_whole: PutWhole,
+    take_parameters: TakeParameters,
     stored: Mapping[Tensor, StoredTensors],
 ) -> None:
     """Run torch's own `load_state_dict`, hooks included, around our check and copy.
@@ -60,7 +61,8 @@ def load_state(
 
     Parameters in `shapes` have the state of one process in the state dict, in these shapes:
     `put_whole(param, state, whole)` takes out of it what belongs here. Parameters in `stored` have
-    theirs in any format, and these are the ones wanted.
+    theirs in any format, and these are the ones wanted. `take_parameters(states)` makes the master
+    copies in the state of parameters that were saved without one: of their present values.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
@@ -74,15 +76,20 @@ def load_state(
         return _checked(optimizer, loaded, shapes, stored)
 
     def copy_into_place(_: torch.optim.Optimizer) -> None:
+        without_master: dict[Tensor, State] = {}
         for param, state in own.items():
             hidden = optimizer.state.get(param)
             saved = hidden["hidden"].state if hidden else {}
             whole = {} if param not in shapes else _whole(saved, state, param.device)
             put_whole(param, state, whole)
             # Not before: what is loaded may lie where it goes to, as in torch's checkpoints.
-            left = {key: state[key] for key in state if key not in filled_by(whole, state)}
-            _fill(param, left, saved)
+            done = filled_by(whole, state)
+            if saved.keys().isdisjoint(MASTERS):
+                without_master[param] = state
+                done |= set(MASTERS)
+            _fill(param, {key: state[key] for key in state if key not in done}, saved)
             optimizer.state[param] = state
+        take_parameters(without_master)
 
     pre = optimizer.register_load_state_dict_pre_hook(check_and_hide)
     post = optimizer.register_load_state_dict_post_hook(copy_into_place, prepend=True)
@@ -189,10 +196,8 @@ def _fill(param: Tensor, state: State, saved: Mapping[str, Any]) -> None:
             local = local_of(tensor)
             values = param, torch.as_tensor(saved[other])
             local.copy_(from_other_master(key, *(local_of(v).to(local.device) for v in values)))
-        elif key == MASTER and tensor.shape == param.shape:
-            tensor.copy_(param)
         else:
-            tensor.zero_()  # pieces of a master that are not the parameter's take its value later
+            tensor.zero_()
 
 
 def _checked(

@@ -461,7 +461,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def full_parameter(self, name: str) -> Tensor:
-        """A parameter in 32 bits or more: its master copy where there is one."""
+        """A parameter in 32 bits or more, as a step takes it: its master copy where there is one.
+
+        An element that was edited since counts instead of its copy.
+        """
         return self._values().parameter(name)
 
     @torch.no_grad()
@@ -509,13 +512,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Take the parameters' present values for their master copies, on every rank.
 
         After weights were changed from outside (loaded, clipped, averaged), where
-        `master_weights` is on. Without this call a step takes an edited element for what it is,
-        unless the edit is smaller than the parameter's rounding.
+        `master_weights` is on. Without this call a step, `full_parameter` and `samestep.save` take
+        an edited element for what it is, unless the edit is smaller than the parameter's rounding;
+        `full_state` and state dicts have the copies as they are.
         """
         self.wait_for_parameters()
         self._saved.changes()
-        for placement in self.holdings.placements:
-            placement.refresh_masters(self.state)
+        self.holdings.refresh_masters(self.state)
 
     def held_state(self) -> Iterator[tuple[str, HeldState]]:
         """What this rank holds of every state tensor, as boxes of what one process has.

@@ -119,7 +119,8 @@ class SavedState:
                 if holds.placed:
                     shapes = shapes_of_whole_state(groups, holds.blocks, stored)
             self.changes()
-        load_state(optimizer, torch_load, state_dict, shapes, holds.put_whole, stored)
+        put_whole, take_parameters = holds.put_whole, holds.refresh_masters
+        load_state(optimizer, torch_load, state_dict, shapes, put_whole, take_parameters, stored)
         for placement in holds.placed:
             placement.mend_replicas()
 

@@ -85,6 +85,30 @@ def _has_blocks(entry: Mapping[str, Tensor], key: str, per: int) -> bool:
     return scale is not None and entry[key].shape[-1] == scale.shape[-1] * per
 
 
+def is_rounded(param: Tensor, master: Tensor) -> Tensor:
+    """Where a parameter still is its master copy, rounded, of the same shape.
+
+    Elsewhere somebody has edited or loaded it since, and it counts instead of the copy.
+    """
+    return master.to(param.dtype) == param
+
+
+def present_master(param: Tensor, master: Tensor) -> Tensor:
+    """A master copy as it is, but for elements that were edited: these have the parameter's."""
+    return torch.where(is_rounded(param, master), master, param.to(master.dtype))
+
+
+def saved_value(weight: Tensor, master: Tensor) -> Tensor:
+    """The same of a checkpoint, of which the master copy may have been saved without looking.
+
+    Beside remainders weights are rounded away from halfway, and such a copy is theirs as well.
+    """
+    value = present_master(weight, master)
+    if weight.dtype != torch.bfloat16:
+        return value
+    return torch.where(split_remainder(master.float())[0] == weight, master, value)
+
+
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
     """What a master copy has beyond its parameter; nothing where that is no longer its rounding.
 
@@ -93,7 +117,7 @@ def remainder_of(param: Tensor, master: Tensor) -> Tensor:
     """
     master = master.float()
     rounded, rest = split_remainder(master)
-    below_half = torch.where(master.to(param.dtype) == param, 0x7FFF, 0).to(torch.int16)
+    below_half = torch.where(is_rounded(param, master), 0x7FFF, 0).to(torch.int16)
     return torch.where(rounded == param, rest, below_half)
 
 

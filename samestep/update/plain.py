@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from samestep.rules.converted import is_rounded
 from samestep.rules.noise import Origin
 from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule, math_dtype
 from samestep.rules.state import MASTER, MASTERS, State
@@ -303,7 +304,7 @@ def exact_value(param: Tensor, state: State) -> Tensor:
     value = _in(math_dtype(param), param)
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
-        value = torch.where(master.to(param.dtype) == param, _in(value.dtype, master), value)
+        value = torch.where(is_rounded(param, master), _in(value.dtype, master), value)
     return value
 
 

@@ -525,6 +525,9 @@ def by_hand(q, k, allowed):
     return logits.masked_fill(~allowed, -math.inf).amax((0, 2, 3))
 
 
+HIDES = [-math.inf, -1e9, -65504.0, -1e4]  # as attention of one's own adds them
+
+
 @pytest.mark.parametrize("at_once", [1, 100, 1 << 20])
 def test_largest_logits_are_those_of_pairs_that_attend(at_once):
     generator = torch.Generator().manual_seed(0)
@@ -549,6 +552,8 @@ def test_largest_logits_are_those_of_pairs_that_attend(at_once):
         ({"is_causal": True}, causal),
         ({"attn_mask": some}, some.expand(3, 4, 7, 9)),
         ({"attn_mask": least + 3.0}, some[:1].expand(3, 4, 7, 9)),
+        *(({"attn_mask": least.clamp(min=hides)}, some[:1].expand(3, 4, 7, 9)) for hides in HIDES),
+        ({"attn_mask": least.clamp(min=-3.0)}, everything),
         ({"mask_mod": in_document}, (documents[:, :7, None] == documents[:, None])[:, None]),
         ({"score_mod": later}, (cols <= rows + heads).expand(3, 4, 7, 9)),
         ({"attn_mask": torch.zeros(7, 9).bool()}, ~everything),

@@ -37,6 +37,7 @@ def largest_of_heads(
     *,
     is_causal: bool,
     mask: Tensor | None,  # (B, H, T, S): bool, or what is added
+    hidden: float,  # where that is added, or less, a pair does not attend
 ) -> Tensor:
     """The largest scale * q k of pairs that may attend, (H,) float32; -inf: there are none."""
     (batch, heads, length, size), (kv_heads, places) = query.shape, key.shape[1:3]
@@ -44,14 +45,10 @@ def largest_of_heads(
     cut = _cut(wide, query.device)
     tiles = -(-length // cut["ROWS"])
     found = torch.empty(batch, heads, tiles, dtype=torch.float32, device=query.device)
-    least = 0.0
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         strides = mask.stride()
-        if mask.dtype == torch.bool:
-            mask = mask.view(torch.uint8)
-        else:  # what is added counts as a mask where it is as good as infinite
-            least = torch.finfo(mask.dtype).min / 2
+        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     with on_device_of(query):
         _largest[(tiles * batch, heads)](
             query,
@@ -65,7 +62,7 @@ def largest_of_heads(
             *query.stride(),
             *key.stride(),
             *strides,
-            least,
+            hidden,
             CAUSAL=is_causal,
             SIZE=wide,
             **cut,
@@ -103,7 +100,7 @@ def _largest(
     query_batch, query_head, query_row, query_col,
     key_batch, key_head, key_row, key_col,
     mask_batch, mask_head, mask_row, mask_col,
-    least,  # what a mask adds where a pair does not attend, or less
+    hidden,  # what a mask adds where a pair does not attend, or less
     CAUSAL: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -144,7 +141,7 @@ def _largest(
             if mask.dtype.element_ty == tl.uint8:
                 seen = seen & (tl.load(there, seen, 0) != 0)
             else:
-                seen = seen & (tl.load(there, seen, float("-inf")).to(tl.float32) > least)
+                seen = seen & (tl.load(there, seen, float("-inf")).to(tl.float32) > hidden)
         s = tl.where(seen, s, float("-inf"))
         best = tl.maximum(best, s, propagate_nan=tl.PropagateNan.ALL)
     best = tl.where(row < length, best, float("-inf"))

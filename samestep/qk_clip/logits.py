@@ -13,6 +13,9 @@ from samestep.kernels.choice import missing
 from samestep.layout.boxes import local_of, mesh_of
 
 AT_ONCE = 1 << 24  # logits that are in memory at the same time
+# What a mask adds to hide a pair, or less: e to the power of it is nothing. Some add -1e4, others
+# the least number of some dtype; what adds a bias by distance hides those that are this far.
+HIDDEN = -5000.0
 TELL = "use watch=False and tell them by clip.observe(layer, logits)"
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -35,9 +38,9 @@ def largest_logits(
 
     query: (..., H, T, D), key: (..., G, S, D), where H is a multiple of G; masks are those of
     `scaled_dot_product_attention`, `score_mod` and `mask_mod` those of flex attention. Only q k
-    counts: weights cannot scale what a mask or `score_mod` adds. Where these give -inf (or the
-    least number of the mask's dtype), a pair does not attend. In fp32 or wider, `at_once` logits
-    at a time; on a GPU, of 16-bit queries and keys without functions, by a kernel that writes none.
+    counts: weights cannot scale what a mask or `score_mod` adds. A pair does not attend where a
+    mask adds `HIDDEN` or less, or `score_mod` gives -inf. In fp32 or wider, `at_once` logits at a
+    time; on a GPU, of 16-bit queries and keys without functions, by a kernel that writes none.
     """
     query, key = _heads_whole("queries", query), _heads_whole("keys", key)
     (heads, length, size), (kv_heads, places) = query.shape[-3:], key.shape[-3:-1]
@@ -66,6 +69,7 @@ def largest_logits(
                 scale,
                 is_causal=is_causal,
                 mask=None if mask is None else mask.reshape(-1, heads, length, places),
+                hidden=HIDDEN,
             )
     keys = key.to(wide).reshape(-1, kv_heads, places, size)
     # Query heads that share a key head lie in its rows: no key is copied.
@@ -116,9 +120,7 @@ def _indices(logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _attends(mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return mask
-    return mask > torch.finfo(mask.dtype).min / 2
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 class AttentionCalls(TorchFunctionMode):

@@ -26,6 +26,7 @@ from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling, symmetric_product
 from samestep.layout.splits import Form, Split
 from samestep.qk_clip import largest_logits
+from samestep.qk_clip.logits import HIDDEN
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients
@@ -533,9 +534,9 @@ def test_largest_logits_of_heads(sizes, dtype, masked, monkeypatch):
     if masked is not None:
         mask = (torch.rand(2, 1, length, places, device=DEVICE) < 0.2).expand(-1, heads, -1, -1)
         if masked == "added":
-            mask = torch.where(mask, 3.0, torch.finfo(dtype).min).to(dtype)
+            mask = torch.where(mask, 3.0, -1e4 if causal else torch.finfo(dtype).min).to(dtype)
     for one, other in ((query, key), (query.abs(), -key.abs())):  # what is not there is no 0
-        found = largest_of_heads(one, other, size**-0.5, is_causal=causal, mask=mask)
+        found = largest_of_heads(one, other, size**-0.5, is_causal=causal, mask=mask, hidden=HIDDEN)
         wanted = largest_logits(one.double(), other.double(), is_causal=causal, attn_mask=mask)
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
 
@@ -547,11 +548,13 @@ def test_logits_that_are_not_finite_are_told():
     key[1, 2, 139] = torch.nan
     nowhere = torch.ones(2, 3, 140, 140, dtype=torch.bool, device=DEVICE)
     nowhere[1, 2, :, 139] = False  # nobody sees that key
-    found = largest_of_heads(query, key, 1.0, is_causal=True, mask=nowhere)
+    found = largest_of_heads(query, key, 1.0, is_causal=True, mask=nowhere, hidden=HIDDEN)
     assert found.isnan().tolist() == [True, True, False]  # infinity times some digits less than 0
-    same = largest_of_heads(query, key, 1.0, is_causal=True, mask=None)
+    same = largest_of_heads(query, key, 1.0, is_causal=True, mask=None, hidden=HIDDEN)
     assert same.isnan().tolist() == [True, True, True]
-    nothing = largest_of_heads(query, key, 1.0, is_causal=False, mask=nowhere & False)
+    nothing = largest_of_heads(
+        query, key, 1.0, is_causal=False, mask=nowhere & False, hidden=HIDDEN
+    )
     assert nothing.isneginf().all()
 
 
@@ -562,7 +565,9 @@ def test_results_do_not_depend_on_the_default_dtype(default):
     query, key = attention(2, 1, 20, 20, 16, torch.bfloat16)
 
     def everything():
-        found = [largest_of_heads(300 * query, 300 * key, 1.0, is_causal=True, mask=None)]
+        found = [
+            largest_of_heads(300 * query, 300 * key, 1.0, is_causal=True, mask=None, hidden=HIDDEN)
+        ]
         for own in ({}, NANOCHAT):
             options = {**MUON.defaults, **own, "compute_dtype": torch.float16}
             scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
@@ -596,7 +601,7 @@ def test_masks_may_lie_as_they_like():
     mask = far.as_strided((4, 40), (1, 1 << 26)).fill_(False)
     mask[:, 39] = True
     mask = mask.expand(2, 1, 4, 40)
-    found = largest_of_heads(query, key, 1.0, is_causal=False, mask=mask)
+    found = largest_of_heads(query, key, 1.0, is_causal=False, mask=mask, hidden=HIDDEN)
     wanted = largest_logits(query.float(), key[..., 39:, :].float(), scale=1.0)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
@@ -612,7 +617,7 @@ def test_launches_are_on_the_device_of_their_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", guard)
     query, key = attention(1, 1, 4, 4, 16, torch.float16)
-    largest_of_heads(query, key, 1.0, is_causal=True, mask=None)
+    largest_of_heads(query, key, 1.0, is_causal=True, mask=None, hidden=HIDDEN)
     assert entered == [query.data_ptr()]
     square_sum([query.contiguous(), key.float().contiguous()])
     assert len(entered) == 3

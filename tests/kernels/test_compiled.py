@@ -256,7 +256,7 @@ def test_largest_logits_compile(mask):
     }  # fmt: skip
     # The last dim lies as it should, which a launch sees.
     constants = {"query_col": 1, "key_col": 1, "CAUSAL": True, "ROWS": 128, "COLS": 128}
-    types |= {"least": "fp32"} if mask is None else {"mask": mask, "least": "fp32"}
+    types |= {"hidden": "fp32"} if mask is None else {"mask": mask, "hidden": "fp32"}
     constants |= {"mask": None} if mask is None else {}
     ptx = compiled(logits._largest, types, SIZE=128, warps=8, **constants)
     assert "wgmma" in ptx

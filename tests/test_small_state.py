@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
@@ -313,6 +313,32 @@ def test_parts_of_a_fused_weight_have_the_bits_of_the_whole():
     for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq"):
         joined = torch.cat([other.state[param][key] for param in parts.values()])
         assert torch.equal(joined, one.state[whole][key])
+
+
+def no_elements_job(rank, layout):
+    """Of a row on two ranks one has nothing; another two hold copies, and all average."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in (("row", (1, 64)), ("matrix", (4, 64))):
+        value = distribute_tensor(torch.randn(shape, generator=generator), mesh["tp"], layout)
+        model.register_parameter(name, nn.Parameter(value))
+    opt = samestep.AdamW(model, lr=0.01, state_dtypes="8bit")
+    for _ in range(2):
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = distribute_tensor(grad, mesh["tp"], layout)
+        opt.step()
+    return everything(model, opt)
+
+
+def test_ranks_that_hold_nothing_of_a_parameter_step_along():
+    split, copied = (
+        run_forked(4, no_elements_job, layout) for layout in ([Shard(0)], [Replicate()])
+    )
+    assert copied[0]["row", "exp_avg"].dtype == torch.int8
+    for found in split:
+        assert unequal(found, copied[0]) == []
 
 
 # --- values ----------------------------------------------------------------------------------

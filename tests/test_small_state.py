@@ -461,9 +461,6 @@ def test_refused():
         samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
     with pytest.raises(ValueError, match="4bit is not supported"):
         samestep.AdamW([("a", narrow)], state_dtypes="4bit")
-    kept = {"master_weight": torch.bfloat16}
-    with pytest.raises(ValueError, match=r"is torch.bfloat16, and so is 'a' itself"):
-        samestep.AdamW([("a", narrow)], master_weights=True, state_dtypes=kept)
     with pytest.raises(ValueError, match=r"is torch.float64, and there are no master copies"):
         samestep.AdamW([("a", half)], state_dtypes={"master_weight": torch.float64})
     with pytest.raises(ValueError, match=r"float8_e4m3fn has too few digits .*'8bit'"):

@@ -27,7 +27,7 @@ from samestep.rules.stored import (
     code_dtype,
 )
 
-MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits if not asked otherwise
+MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits or more
 MASTERS = (MASTER, REMAINDER_KEY)  # the latter: what the copy has beyond the parameter
 
 State = dict[str, Tensor]

@@ -108,7 +108,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._saved = SavedState(self.holdings, as_built=as_built)
 
     def _adopt_swapped(self) -> None:
-        """Take in parameters that a wrapper has put in the places of others. Collective."""
+        """Take in parameters that a wrapper has put in the places of others. Collective.
+
+        Before state is looked at or changed: it is at home then.
+        """
+        self._runner.bring_state_home()
         if self._adoption.adopted(self.param_groups, self.state):
             self._saved.drop()
 
@@ -121,6 +125,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         parameters into `param_groups` itself, as accelerate does, needs no call. Collective: every
         rank calls it. On an error nothing has changed.
         """
+        self._runner.bring_state_home()
         if self._adoption.adopt(model, self.param_groups, self.state):
             self._saved.drop()
 
@@ -331,6 +336,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if holds.is_deferred:
             holds.settle(self.param_groups, self.state)
         self.wait_for_parameters()
+        self._runner.bring_state_home()
         if self._saved.is_known:
             self._saved.changes()
         with (
@@ -513,6 +519,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         unless the edit is smaller than the parameter's rounding.
         """
         self.wait_for_parameters()
+        self._runner.bring_state_home()
         self._saved.changes()
         for placement in self.holdings.placements:
             placement.refresh_masters(self.state)

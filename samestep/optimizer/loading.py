@@ -93,6 +93,20 @@ def load_state(
         post.remove()
 
 
+def with_plain_options(state_dict: StateDict) -> StateDict:
+    """A state dict whose groups say in one line of text how state is kept, if they say it.
+
+    Nothing reads it, as state that is loaded tells its formats itself. torch's own API for state
+    dicts sends options between ranks, and knows neither dtypes nor mappings that only some have.
+    """
+    for group in state_dict.get("param_groups", ()):  # a hook may have made another
+        chosen = group.get("state_dtypes")
+        if isinstance(chosen, Mapping):
+            words = (f"{key}={str(word).removeprefix('torch.')}" for key, word in chosen.items())
+            group["state_dtypes"] = ", ".join(words)
+    return state_dict
+
+
 def shapes_of_whole_state(
     groups: Iterable[Group],
     blocks: Mapping[Tensor, list[Block] | None],

@@ -35,7 +35,7 @@ from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
 from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.holdings import Holdings
-from samestep.optimizer.loading import PART, StateDict
+from samestep.optimizer.loading import PART, StateDict, with_plain_options
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
 from samestep.placements.local import plain
@@ -189,7 +189,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         swapped parameters, all ranks take them in together.
         """
         if self.holdings.is_deferred:
-            return super().state_dict()  # nobody has any, as with torch's before a first step
+            # Nobody has any state, as with torch's before a first step.
+            return with_plain_options(super().state_dict())
         self._adopt_swapped()
         given = self._saved.given(self.param_groups, self.state)
         # What torch makes of another state, so that whoever has hooked into it sees that.
@@ -198,6 +199,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             found = super().state_dict()
         finally:
             self.state = own
+        found = with_plain_options(found)
         return found if given.part is None else {**found, PART: given.part}
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
+from samestep.comm.collectives import CollectiveError
 from samestep.placements.windows import home_of
 from samestep.plan import windows
 from samestep.plan.windows import GRAIN, TensorSize, UnitSize
@@ -275,25 +276,35 @@ def test_parameters_that_were_moved_are_updated_where_they_are():
     assert_same(train(*plain, 0, range(5, 7)), train(model, opt, 0, range(5, 7)))
 
 
-def test_a_step_that_is_broken_off_leaves_weights_with_their_state():
-    """Wherever it is: each element of both is that of the step before, or each that of the next."""
+class Interrupt(BaseException):
+    pass
 
-    class Interrupt(BaseException):
-        pass
+
+LOST = CollectiveError("another rank is gone")
+
+
+def breaks_off(opt, after, error):
+    """Raise instead of running another rule, once so many have run; gives how many have, (1,)."""
+    run, calls = opt._runner._run, [0]
+
+    def counted(*args):
+        if calls[0] == after:
+            raise error
+        calls[0] += 1
+        return run(*args)
+
+    opt._runner._run = counted
+    return calls
+
+
+@pytest.mark.parametrize("error", [Interrupt(), LOST], ids=["here", "of ranks"])
+def test_a_step_that_is_broken_off_leaves_weights_with_their_state(error):
+    """Wherever it is: each element of both is that of the step before, or each that of the next."""
 
     def step(broken_after=None):
         """A second step, with all gradients: every tensor before and after, and rules that ran."""
         model, opt = train(*build("state", torch.bfloat16, max_grad_norm=None), 0, range(1))
-        run, calls = opt._runner._run, 0
-
-        def counted(*args):
-            nonlocal calls
-            if calls == broken_after:
-                raise Interrupt
-            calls += 1
-            return run(*args)
-
-        opt._runner._run = counted
+        calls = breaks_off(opt, broken_after, error)
         before = tensors(model, opt)
         for param in model.parameters():
             generator = torch.Generator().manual_seed(param.numel())
@@ -301,9 +312,10 @@ def test_a_step_that_is_broken_off_leaves_weights_with_their_state():
         if broken_after is None:
             opt.step()
         else:
-            with pytest.raises(Interrupt):
+            with pytest.raises(type(error)):
                 opt.step()
-        return before, tensors(model, opt), calls
+            opt.state_dict()  # whoever asks for state finds it
+        return before, tensors(model, opt), calls[0]
 
     before, full, calls = step()
     assert calls > 6
@@ -320,6 +332,23 @@ def test_a_step_that_is_broken_off_leaves_weights_with_their_state():
                 expected = torch.where(updated, full[name][key], was[key])
                 assert torch.equal(found[name][key], expected), (broken_after, name, key)
     assert partly
+
+
+def test_what_a_step_without_its_ranks_left_does_not_undo_what_is_loaded():
+    """Copies that were under way are over before anything is written, and before a step."""
+    model, opt = train(*build("state"), 0, range(2))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    expected = train(model, opt, 0, range(3, 5))
+    for broken_after in (1, 3, 5):
+        other, own = train(*build("state"), 0, range(2))
+        run = own._runner._run
+        breaks_off(own, broken_after, LOST)
+        with pytest.raises(CollectiveError):
+            train(other, own, 0, range(1, 2))
+        own._runner._run = run
+        other.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        assert_same(expected, train(other, own, 0, range(3, 5)))
 
 
 def tensors(model, opt):

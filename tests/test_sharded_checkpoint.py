@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -230,6 +231,42 @@ def test_other_forms():
         for pairs in results:
             for expected, found in pairs:
                 assert_equal(found, expected)
+
+
+NARROW = {"exp_avg": torch.bfloat16, "momentum_buffer": torch.bfloat16}
+
+
+def test_other_forms_of_state_that_is_kept_otherwise():
+    """What is said of formats travels as text, and what is loaded is rounded to those wanted."""
+
+    def job(rank, case):
+        form, saved_as, loaded_as = case
+        model, opt = build(state_dtypes=saved_as)
+        train(model, opt, range(BEFORE))
+        first, flat = form == "from the first rank", form == "flattened"
+        options = StateDictOptions(
+            full_state_dict=not flat, flatten_optimizer_state_dict=flat, cpu_offload=first
+        )
+        of_optimizer = get_optimizer_state_dict(model, opt, options=options)
+        model, loaded = build(state_dtypes=loaded_as)
+        if first:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            of_optimizer = of_optimizer if rank == 0 else {}
+        set_optimizer_state_dict(model, loaded, of_optimizer, options=options)
+        assert all(group["state_dtypes"] == loaded_as for group in loaded.param_groups)
+        return opt.whole_state(), loaded.whole_state()
+
+    ways = [(NARROW, None), (NARROW, NARROW), (None, NARROW), ("bf16_stochastic", NARROW)]
+    forms = ["whole", "from the first rank", "flattened"]
+    for (_, _, loaded_as), results in run_cases(2, [(f, *way) for f in forms for way in ways], job):
+        for saved, loaded in results:
+            for name, state in saved.items():
+                for key in state.keys() - {"step"}:
+                    found, expected = loaded[name][key], state[key]
+                    if key in NARROW:
+                        assert found.dtype == (torch.float32 if loaded_as is None else NARROW[key])
+                    narrower = min(found.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
+                    assert torch.equal(found.to(narrower), expected.to(narrower)), (name, key)
 
 
 def test_the_state_dict_of_a_rank(tmp_path):

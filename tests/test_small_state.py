@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
@@ -315,6 +315,47 @@ def test_parts_of_a_fused_weight_have_the_bits_of_the_whole():
         assert torch.equal(joined, one.state[whole][key])
 
 
+@pytest.mark.parametrize("where", ["_orig_mod.0.", "0._checkpoint_wrapped_module."])
+def test_wrappers_in_names_change_no_bits(where):
+    """As (name, parameter) of a compiled model, or of one that recomputes activations."""
+    found = []
+    for name in ("0.weight", where + "weight"):
+        param = nn.Parameter(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)))
+        opt = samestep.AdamW([(name, param)], lr=0.1, state_dtypes="8bit")
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            param.grad = torch.randn(8, 64, generator=generator)
+            opt.step()
+        found.append([param, *opt.state[param].values()])
+    assert all(map(torch.equal, *found))
+
+
+def no_elements_job(rank, layout):
+    """Of a row on two ranks one has nothing; another two hold copies, and all average."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in (("row", (1, 64)), ("matrix", (4, 64))):
+        value = distribute_tensor(torch.randn(shape, generator=generator), mesh["tp"], layout)
+        model.register_parameter(name, nn.Parameter(value))
+    opt = samestep.AdamW(model, lr=0.01, state_dtypes="8bit")
+    for _ in range(2):
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = distribute_tensor(grad, mesh["tp"], layout)
+        opt.step()
+    return everything(model, opt)
+
+
+def test_ranks_that_hold_nothing_of_a_parameter_step_along():
+    split, copied = (
+        run_forked(4, no_elements_job, layout) for layout in ([Shard(0)], [Replicate()])
+    )
+    assert copied[0]["row", "exp_avg"].dtype == torch.int8
+    for found in split:
+        assert unequal(found, copied[0]) == []
+
+
 # --- values ----------------------------------------------------------------------------------
 
 
@@ -435,9 +476,6 @@ def test_refused():
         samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
     with pytest.raises(ValueError, match="4bit is not supported"):
         samestep.AdamW([("a", narrow)], state_dtypes="4bit")
-    kept = {"master_weight": torch.bfloat16}
-    with pytest.raises(ValueError, match=r"is torch.bfloat16, and so is 'a' itself"):
-        samestep.AdamW([("a", narrow)], master_weights=True, state_dtypes=kept)
     with pytest.raises(ValueError, match=r"is torch.float64, and there are no master copies"):
         samestep.AdamW([("a", half)], state_dtypes={"master_weight": torch.float64})
     with pytest.raises(ValueError, match=r"float8_e4m3fn has too few digits .*'8bit'"):
@@ -452,6 +490,38 @@ def test_state_that_no_rule_has_is_refused():
     with pytest.raises(ValueError, match="'exp_avg', which muon does not keep"):
         samestep.Muon([param], state_dtypes={"exp_avg": "8bit", "momentum_buffer": "8bit"})
     samestep.MuonAdamW([("a", param)], state_dtypes=EIGHT)  # AdamW has no parameter here
+
+
+def parts_job(rank):
+    """The part of a rank in one format, loaded into others; what is said where it cannot be."""
+
+    def made(kept):
+        model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64)).bfloat16()
+        own = {"sharding": "zero2", "master_weights": True, "state_dict_form": "part"}
+        return samestep.MuonAdamW(model, state_dtypes=kept, crossover=16, **own)
+
+    formats = {"32": None, "bf16": "bf16_stochastic", "8/32": "8bit/32", "8/64": "8bit/64"}
+    formats["remainder"] = {"master_weight": "remainder"}
+    told = {}
+    for one, kept in formats.items():
+        part = made(kept).state_dict()
+        for other, wanted in formats.items():
+            try:
+                made(wanted).load_state_dict(part)
+            except ValueError as error:
+                told[one, other] = str(error)
+    return set(formats), told
+
+
+def test_a_part_in_another_format_is_refused_with_the_way_out():
+    for formats, told in run_forked(2, parts_job):
+        assert not any((each, each) in told for each in formats)
+        for eight in ("8/32", "8/64"):
+            assert {(eight, other) for other in formats - {eight}} <= told.keys()
+        assert "state is kept in another format here" in told["8/32", "32"]
+        assert "samestep.load, which converts" in told["8/32", "32"]
+        for text in told.values():  # some have other plans, which is told instead
+            assert all(way in text for way in ("state_dtypes", "samestep.save", "samestep.load"))
 
 
 def test_codes_without_their_scales_are_refused():

@@ -301,7 +301,7 @@ def refuse_unsupported(
 
 
 def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> None:
-    """Master copies have more digits, remainders are of bfloat16 alone, no format is for XLA."""
+    """Choices are of copies that are there, remainders of bfloat16 alone, no format is for XLA."""
     chosen = group.get("state_dtypes")
     words = [chosen] if isinstance(chosen, str) else list((chosen or {}).values())
     if param.device.type == "xla" and any(isinstance(word, str) for word in words):
@@ -315,11 +315,6 @@ def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> 
         raise ValueError(
             f'state_dtypes["{MASTER}"] is {what}, and there are no master copies of {name!r}: '
             "build the optimizer with master_weights=True"
-        )
-    if kept == param.dtype and param.dtype.itemsize <= 2:  # wider ones have no copy
-        raise ValueError(
-            f'state_dtypes["{MASTER}"] is {kept}, and so is {name!r} itself: a copy would have no '
-            "more digits than it; give torch.float32, or leave it out"
         )
     if kept == REMAINDER and param.dtype.itemsize <= 2 and param.dtype != torch.bfloat16:
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, check_pair, name_matches
 from samestep.layout.fused_rows import rows_in, whole_name
+from samestep.layout.names import without_wrappers
 from samestep.layout.splits import split_of
 from samestep.rules import RULES
 from samestep.rules.muon import MuonRule
@@ -54,7 +55,6 @@ FUSED_NAME = re.compile(
     r"([._]|$)",
     re.IGNORECASE,
 )
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of checkpointing
 
 
 class NamedParameter(NamedTuple):
@@ -130,11 +130,6 @@ def routable(model: nn.Module) -> Routable:
 def _vocabularies(embeddings: Iterable[tuple[str, Tensor]]) -> set[tuple[int, ...]]:
     """Shapes of embeddings that an output head may have; no head is one of positions."""
     return {tuple(p.shape) for name, p in embeddings if not POSITION_NAME.search(name)}
-
-
-def without_wrappers(name: str) -> str:
-    """A parameter's name without the parts that torch.compile and checkpointing put in."""
-    return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
 
 
 def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> Role:

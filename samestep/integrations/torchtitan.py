@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from samestep.groups.param_groups import Group
-from samestep.groups.routing import routable, without_wrappers
+from samestep.groups.routing import routable
+from samestep.layout.names import without_wrappers
 from samestep.recipes.architectures import Line, fused, gate, stack
 
 

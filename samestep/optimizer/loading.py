@@ -25,7 +25,7 @@ from samestep.rules.state import (
     stored_tensors,
     whole_shapes,
 )
-from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
 
 StateDict = dict[str, Any]
 PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
@@ -34,6 +34,7 @@ PART = "part"  # in a state dict: which rank's part of a plan it is
 SAVE_WHOLE = (
     "save with samestep.save and load with samestep.load, which gives all bits to the parameter"
 )
+OF_FORMATS = (*MASTERS, STEP)  # keys that come and go with formats, as those of scales do
 GATHERED_ON = "gathered on"  # in a part: it is empty, and that rank has all of the state
 
 
@@ -98,6 +99,20 @@ def load_state(
     finally:
         pre.remove()
         post.remove()
+
+
+def with_plain_options(state_dict: StateDict) -> StateDict:
+    """A state dict whose groups say in one line of text how state is kept, if they say it.
+
+    Nothing reads it, as state that is loaded tells its formats itself. torch's own API for state
+    dicts sends options between ranks, and knows neither dtypes nor mappings that only some have.
+    """
+    for group in state_dict.get("param_groups", ()):  # a hook may have made another
+        chosen = group.get("state_dtypes")
+        if isinstance(chosen, Mapping):
+            words = (f"{key}={str(word).removeprefix('torch.')}" for key, word in chosen.items())
+            group["state_dtypes"] = ", ".join(words)
+    return state_dict
 
 
 def shapes_of_whole_state(
@@ -362,6 +377,7 @@ def _check_entry(
 
     `any_master`: its master copy may be there in another form.
     """
+    formats = "" if any_master else _other_formats(shapes, entry)
     missing = set(shapes) - set(entry) - set(MASTERS)  # can be made from the parameter
     unexpected = set(entry) - set(shapes)
     if any_master and shapes.keys() & set(MASTERS):
@@ -370,12 +386,28 @@ def _check_entry(
     if missing or unexpected:
         raise ValueError(
             f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(shapes)} "
-            "are needed"
+            f"are needed{formats}"
         )
     for key, value in entry.items():
         shape = tuple(torch.as_tensor(value).shape)
         if shape != shapes[key]:
             raise ValueError(
                 f"state {key!r} of {name!r} was saved with shape {shape}, but {shapes[key]} is "
-                "needed"
+                f"needed{formats}"
             )
+
+
+def _other_formats(shapes: Mapping[str, Shape], entry: Mapping[str, Any]) -> str:
+    """What to do about a rank's part that was kept in other formats; "" if it was not."""
+    own = {key for key in shapes if key in OF_FORMATS or key.endswith(SCALE_SUFFIX)}
+    saved = {key for key in entry if key in OF_FORMATS or key.endswith(SCALE_SUFFIX)}
+    alike = own == saved and all(
+        tuple(torch.as_tensor(entry[key]).shape) == shapes[key] for key in own
+    )
+    if alike:
+        return ""
+    return (
+        ": state is kept in another format here, and a part of it is not converted; build the "
+        "optimizer with the state_dtypes and master_weights that it was saved with, or save with "
+        "samestep.save and load with samestep.load, which converts"
+    )

@@ -26,9 +26,9 @@ from samestep.groups.routing import (
     routable,
     route,
     route_explicit,
-    without_wrappers,
 )
 from samestep.groups.step_options import StepOptions
+from samestep.layout.names import without_wrappers
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
 from samestep.presets import KERNEL_SCALED, preset_options
 from samestep.recipes import known_of

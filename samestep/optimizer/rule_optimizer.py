@@ -35,7 +35,7 @@ from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
 from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.holdings import Holdings
-from samestep.optimizer.loading import PART, StateDict
+from samestep.optimizer.loading import PART, StateDict, with_plain_options
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
 from samestep.placements.local import plain
@@ -108,7 +108,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._saved = SavedState(self.holdings, as_built=as_built)
 
     def _adopt_swapped(self) -> None:
-        """Take in parameters that a wrapper has put in the places of others. Collective."""
+        """Take in parameters that a wrapper has put in the places of others. Collective.
+
+        Before state is looked at or changed: it is at home then.
+        """
+        self._runner.bring_state_home()
         if self._adoption.adopted(self.param_groups, self.state):
             self._saved.drop()
 
@@ -121,6 +125,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         parameters into `param_groups` itself, as accelerate does, needs no call. Collective: every
         rank calls it. On an error nothing has changed.
         """
+        self._runner.bring_state_home()
         if self._adoption.adopt(model, self.param_groups, self.state):
             self._saved.drop()
 
@@ -184,7 +189,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         swapped parameters, all ranks take them in together.
         """
         if self.holdings.is_deferred:
-            return super().state_dict()  # nobody has any, as with torch's before a first step
+            # Nobody has any state, as with torch's before a first step.
+            return with_plain_options(super().state_dict())
         self._adopt_swapped()
         given = self._saved.given(self.param_groups, self.state)
         # What torch makes of another state, so that whoever has hooked into it sees that.
@@ -193,6 +199,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             found = super().state_dict()
         finally:
             self.state = own
+        found = with_plain_options(found)
         return found if given.part is None else {**found, PART: given.part}
 
     @torch.no_grad()
@@ -331,6 +338,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if holds.is_deferred:
             holds.settle(self.param_groups, self.state)
         self.wait_for_parameters()
+        self._runner.bring_state_home()
         if self._saved.is_known:
             self._saved.changes()
         with (
@@ -517,6 +525,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         `full_state` and state dicts have the copies as they are.
         """
         self.wait_for_parameters()
+        self._runner.bring_state_home()
         self._saved.changes()
         self.holdings.refresh_masters(self.state)
 

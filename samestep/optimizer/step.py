@@ -143,7 +143,8 @@ class StepRunner:
             recorded = self._recording()
             self._execute() if recorded is None else self._execute_recorded(recorded)
         except CollectiveError:
-            raise  # ranks are gone: there is nobody to start afresh with
+            # Ranks are gone: there is nobody to start afresh with, and a device may wait for them.
+            raise
         except BaseException:
             if self.staging is not None:
                 self.staging.break_off()
@@ -154,6 +155,11 @@ class StepRunner:
             placement.finish_step()
         if self.staging is not None:  # whoever reads state from now on finds it
             self.staging.finish()
+
+    def bring_state_home(self) -> None:
+        """What a step has left on its way whose ranks were gone: before state is touched again."""
+        if self.staging is not None:
+            self.staging.break_off()
 
     def _have_staging(self) -> None:
         if self._holds.distribution.offload is not None and self.staging is None:

@@ -151,6 +151,9 @@ def state_dtypes(name: str, value: Any) -> None:
     """None, or how moments and master copies are kept: {"exp_avg": torch.bfloat16, ...}.
 
     A word instead of a dtype is a format of `rules.stored`; one word alone is for all moments.
+    Master copies have 32 bits or more: a step takes an element of the parameter that is not its
+    copy, rounded, for one that was edited, so a copy has to hold all that the parameter is rounded
+    from; and it would be the weight that is saved, without what 16 bits cannot tell.
     """
     if value is None:
         return
@@ -183,6 +186,12 @@ def state_dtypes(name: str, value: Any) -> None:
             raise ValueError(
                 f"{name}[{key!r}] {chosen} has too few digits for numbers that change by little: "
                 f"choose one of {list(words)}, or a dtype of 16 bits or more"
+            )
+        elif key == "master_weight" and chosen.itemsize < 4:
+            raise ValueError(
+                f"{name}[{key!r}] {chosen} is too narrow: a master copy keeps updates that 16 bits "
+                f'round away, or weights that they cannot hold; "{REMAINDER}" keeps all 32 bits of '
+                "bfloat16 weights in 2 more bytes each, and torch.float32 those of any weights"
             )
 
 

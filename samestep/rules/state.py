@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.fused_rows import rows_in, whole_name
+from samestep.layout.names import without_wrappers
 from samestep.layout.splits import Form
 from samestep.rules.noise import Origin, seed_of
 from samestep.rules.rule import Rule, math_dtype
@@ -27,7 +28,7 @@ from samestep.rules.stored import (
     code_dtype,
 )
 
-MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits if not asked otherwise
+MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits or more
 MASTERS = (MASTER, REMAINDER_KEY)  # the latter: what the copy has beyond the parameter
 
 State = dict[str, Tensor]
@@ -334,11 +335,12 @@ def whereabouts(name: str, shape: Shape, stored: StoredTensors) -> Whereabouts |
     """All of a parameter; None if nothing of its state is rounded at random.
 
     Of a part of a fused parameter, in the whole of it: layouts differ in which parts there are.
+    By a name without wrappers, which are no part of the model.
     """
     rounded = [key for key, how in stored.items() if how.random]
     if not rounded:
         return None
     rows = rows_in(name)
     first = 0 if rows is None else rows.start * prod(shape[1:])
-    seeds = {key: seed_of(whole_name(name), key) for key in rounded}
+    seeds = {key: seed_of(without_wrappers(whole_name(name)), key) for key in rounded}
     return Whereabouts(torch.empty(shape, device="meta"), first, seeds)

@@ -69,8 +69,10 @@ def encode(
     """Codes and scales of values, (..., n) and (..., n / q); without noise to the nearest.
 
     Zero stays zero. A second moment that is not zero gets no code 0, or it would divide by eps
-    alone. A block with a NaN becomes NaN, one with an infinite value infinite.
+    alone. A block with a NaN becomes NaN, one with an infinite value infinite. Where there are no
+    elements, q may be 0: shapes do not tell it there.
     """
+    q = max(1, q)
     flat = value.detach().float().reshape(-1)
     dtype = torch.int8 if signed else torch.uint8
     codes = torch.empty(flat.shape, dtype=dtype, device=value.device)

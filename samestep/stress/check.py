@@ -20,8 +20,9 @@ from samestep.comm.integrity.agreement import (
 from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import Value, locate
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, members
-from samestep.groups.routing import unwrapped, without_wrappers
+from samestep.groups.routing import unwrapped
 from samestep.layout.boxes import mesh_of
+from samestep.layout.names import without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.gathering import wait_for_anyone
 from samestep.rules import RULES

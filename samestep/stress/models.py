@@ -6,7 +6,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from samestep.groups.routing import unwrapped, without_wrappers
+from samestep.groups.routing import unwrapped
+from samestep.layout.names import without_wrappers
 
 Places = list[tuple[str, nn.Module, str]]  # name in groups, the module that has it, name there
 _places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()

@@ -222,14 +222,18 @@ class Staging:
         del self._there[window]  # not before: a step that is broken off gives it back as well
 
     def break_off(self) -> None:
-        """The step goes no further: give back what it may have changed, and finish."""
+        """The step goes no further: give back what it may have changed, and finish.
+
+        Of a step that is over this does nothing.
+        """
         for window in [window for window, there in self._there.items() if there.in_use]:
             self.give_back(window)
         self.finish()
 
     def finish(self) -> None:
         """All state is back on the host: others may read it."""
-        self._streams.finish()
+        if self._there or self._returned:
+            self._streams.finish()
         self._there, self._returned = {}, {}
 
 

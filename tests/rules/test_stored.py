@@ -300,6 +300,10 @@ def test_a_cut_is_coded_as_the_whole_is(signed, monkeypatch):
     assert empty[0].shape == (0, 10, 192)
     assert empty[1].shape == (0, 10, 3)
     assert decode(*empty).shape == (0, 10, 192)
+    for shape in ((0,), (4, 0)):  # which do not tell how many share a scale
+        nothing = torch.empty(shape)
+        codes, scales = encode(nothing, 0, signed=signed, noise=noise_of(nothing))
+        assert codes.shape == scales.shape == shape
 
 
 def test_an_average_that_moves_by_less_than_a_step_arrives():

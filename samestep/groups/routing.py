@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, check_pair, name_matches
-from samestep.layout.fused_rows import rows_in, whole_name
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.layout.splits import split_of
 from samestep.rules import RULES
 from samestep.rules.muon import MuonRule

@@ -16,7 +16,7 @@ from torch import nn
 
 from samestep.groups.param_groups import Group
 from samestep.groups.routing import routable
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.recipes.architectures import Line, fused, gate, stack
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from samestep.layout.splits import split_of
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of checkpointing
 _ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
 
 
@@ -58,6 +59,11 @@ def rows_in(name: str) -> FusedRows | None:
     """What a parameter's name says; None: it is no part of a fused one."""
     found = _ROWS.fullmatch(name)
     return found and FusedRows(found["whole"], int(found["start"]), int(found["stop"]))
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the parts that torch.compile and checkpointing put in."""
+    return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
 
 
 def whole_name(name: str) -> str:

@@ -22,7 +22,7 @@ from samestep.groups.mistakes import (
     warn_of_ddp,
 )
 from samestep.groups.param_groups import Group, members
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.holdings import Holdings, States, groups_before
 from samestep.optimizer.step import StepRunner
 from samestep.tooling.warn import some

@@ -28,7 +28,7 @@ from samestep.groups.routing import (
     route_explicit,
 )
 from samestep.groups.step_options import StepOptions
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
 from samestep.presets import KERNEL_SCALED, preset_options
 from samestep.recipes import known_of

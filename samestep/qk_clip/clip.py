@@ -19,8 +19,7 @@ from samestep.comm.meshes import box_in_forward
 from samestep.groups.param_groups import members, name_matches
 from samestep.groups.routing import unwrapped
 from samestep.layout.attention_heads import QKHeads
-from samestep.layout.fused_rows import rows_in, whole_name
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.qk_clip.logits import watched
 from samestep.recipes.attention import attention_layers

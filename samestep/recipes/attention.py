@@ -11,7 +11,7 @@ from torch import nn
 
 from samestep.groups.routing import unwrapped
 from samestep.layout.attention_heads import QKHeads
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.recipes.architectures import head_dim
 from samestep.recipes.matching import configured
 

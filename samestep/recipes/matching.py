@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from samestep.groups.param_groups import Group
 from samestep.groups.routing import NamedParameter, routable, unwrapped
 from samestep.layout.blocks import blocks_of
-from samestep.layout.fused_rows import rows_in, whole_name
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.warn import warn_user
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.fused_rows import rows_in, whole_name
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.layout.splits import Form
 from samestep.rules.noise import Origin, seed_of
 from samestep.rules.rule import Rule, math_dtype

@@ -22,7 +22,7 @@ from samestep.comm.integrity.differences import Value, locate
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, members
 from samestep.groups.routing import unwrapped
 from samestep.layout.boxes import mesh_of
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.gathering import wait_for_anyone
 from samestep.rules import RULES

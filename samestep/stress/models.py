@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.groups.routing import unwrapped
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 
 Places = list[tuple[str, nn.Module, str]]  # name in groups, the module that has it, name there
 _places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()

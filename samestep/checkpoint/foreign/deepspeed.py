@@ -23,7 +23,7 @@ from samestep.checkpoint.foreign.dialects import Meaning, meaning
 from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.sources import Collected, Given, Source, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.rules.state import MASTER
 
 # What DeepSpeed has in its files beside tensors and plain values; made as shells.

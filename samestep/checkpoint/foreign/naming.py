@@ -14,7 +14,7 @@ from samestep.checkpoint.foreign.safe import read_json
 from samestep.checkpoint.logical import name_and_key, state_key
 from samestep.checkpoint.sources import Names, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 
 HOW = (
     "give the names of each group's parameters with --names, or the model with --model "

@@ -17,7 +17,7 @@ from samestep.checkpoint.foreign.naming import HOW, by_groups, check_shapes
 from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.sources import Collected, Given, Names, Source, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
-from samestep.layout.names import without_wrappers
+from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.loading import PART
 
 MODELS = ("model", "model_state_dict", "state_dict", "module")

@@ -185,7 +185,10 @@ def test_the_warning_names_a_call_that_trains_what_was_missing_and_comes_again_f
     assert on_the_page(caught.value)
     opt.add_param_group({"params": [("0.weight", model[0].weight)], "rule": "muon"})
     (message,) = heard(lambda: train(model, opt, steps=8))
-    assert message.startswith("0.bias have gradients")
+    assert message.startswith(
+        "0.bias has gradients, but the optimizer does not have it, so it is not trained: it came "
+        "into the model, or was unfrozen, after the optimizer was built. "
+    )
     opt.add_param_group({"params": [("0.bias", model[0].bias)], "rule": "adamw"})
     before = copy.deepcopy(model[0].state_dict())
     train(model, opt, steps=8)  # in silence

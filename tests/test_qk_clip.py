@@ -426,6 +426,29 @@ def test_the_largest_of_all_micro_batches_counts_and_the_next_step_begins_anew()
         clip.step()
 
 
+def test_a_second_step_and_a_module_that_was_replaced_are_told():
+    model, _, clip = build(tau=1e9)
+    model(tokens_of(0, 0))
+    clip.step()
+    with pytest.raises(
+        ValueError, match=r"'layers.0.attention' told .* clip.step\(\) was called twice"
+    ):
+        clip.step()
+    model.layers[1].attention = copy.deepcopy(model.layers[1].attention)
+    model(tokens_of(0, 0))
+    with pytest.raises(ValueError, match=r"'layers.1.attention' told .* replaced after QKClip was"):
+        clip.step()
+
+
+def test_attention_that_is_not_sdpa_is_told_how_to_be():
+    model, _, clip = build(tau=1e9)
+    model.layers[0].attention.config = SimpleNamespace(_attn_implementation="eager")
+    with pytest.raises(
+        ValueError, match=r"='eager', .*model with attn_implementation='sdpa'\. Tell"
+    ):
+        clip.step()
+
+
 def test_recomputed_layers_tell_the_same_and_a_failed_forward_leaves_nothing_behind():
     model, _, clip = build(tau=1e9)
     model(tokens_of(0, 0))
@@ -482,8 +505,23 @@ def test_mistakes_say_what_to_do():
     right = heads_of("gqa")
     with pytest.raises(ValueError, match=r"is called 'blocks\.\*'; there are embedding, "):
         QKClip(opt, model, {"blocks.*": right})
-    with pytest.raises(ValueError, match=r"q.weight has 24 rows, and by its heads .* of 48"):
-        QKClip(opt, model, {LAYERS: QKHeads.separate(8, 6, 2, q="q.weight", k="k.weight")})
+    of_names = {"q": "q.weight", "k": "k.weight"}
+    with pytest.raises(
+        ValueError,
+        match=r"k.weight has 12 rows, but its QKHeads say 24 "
+        r"\(4 keys of 6 rows, of heads=4 and kv_heads=4\)$",
+    ):
+        QKClip(opt, model, {LAYERS: QKHeads.separate(4, 6, **of_names)})
+    with pytest.raises(
+        ValueError,
+        match=r"'layers\.\*' also matches 'layers\.0' \(a \* crosses dots\), which has "
+        r"no 'q\.weight': name attention modules alone, such as 'layers\.0\.attention', ",
+    ):
+        QKClip(opt, model, {"layers.*": right})
+    with pytest.raises(TypeError, match=r"by name of the attention modules .*, got \['layers.0'\]"):
+        QKClip(opt, model, ["layers.0"])
+    with pytest.raises(TypeError, match=r"layers has 4 for 'layers.0', and must have QKHeads"):
+        QKClip(opt, model, {"layers.0": 4})
     with pytest.raises(ValueError, match=r"has no weight 'q_proj.weight'"):
         QKClip(opt, model, {LAYERS: QKHeads.separate(4, 6, 2)})
     with pytest.raises(ValueError, match="by a pattern before it"):
@@ -503,9 +541,19 @@ def test_mistakes_say_what_to_do():
         clip.observe("layers.7.attention", torch.zeros(4))
     with pytest.raises(ValueError, match=r"told the logits of 2 heads, and has 4: give"):
         clip.observe(model.layers[0].attention, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"the logits of 1 head, .* head by head has to tell all"):
+        clip.observe(model.layers[0].attention, torch.zeros(1))
+    with pytest.raises(TypeError, match=r"must be a tensor, \(4,\) or .*, got \[1, 2, 3, 4\]"):
+        clip.observe("layers.0.attention", [1, 2, 3, 4])
     model.layers[1].attention.k.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"layers.1.attention.k.weight is not a parameter of the"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers.1.attention.k.weight is not a parameter of the .* frozen on purpose, .* "
+        r"pass layers= with the other layers alone",
+    ):
         QKClip(samestep.MuonAdamW(model), model, {LAYERS: right})
+    others = QKClip(samestep.MuonAdamW(model), model, {"layers.0.attention": right})
+    assert list(others.layers) == ["layers.0.attention"]
     model.layers[1].attention.k = model.layers[0].attention.k
     with pytest.raises(ValueError, match="would be scaled twice"):
         QKClip(samestep.MuonAdamW(model), model, {LAYERS: right})
@@ -722,3 +770,6 @@ def test_heads_of_known_architectures_are_found_from_the_configuration():
     normalized = Known("self_attn", renamed("gqa"), model_type="qwen3", **grouped)
     with pytest.raises(ValueError, match="'qwen3' normalizes queries and keys"):
         QKClip(samestep.MuonAdamW(normalized), normalized)
+    unknown = nn.ModuleList(Known("self_attn", renamed("gqa"), model_type="t5") for _ in range(2))
+    with pytest.raises(ValueError, match="in a model of model type 't5' is not known: name"):
+        QKClip(samestep.MuonAdamW(unknown), unknown)

@@ -472,10 +472,14 @@ def test_refused():
         samestep.AdamW([("a", nn.Parameter(torch.zeros(4, 4)))], **remainder)
     with pytest.raises(ValueError, match=r"give \{\"master_weight\": \"remainder\"\}"):
         samestep.AdamW([("a", narrow)], master_weights=True, state_dtypes="remainder")
-    with pytest.raises(ValueError, match="remainder is not supported"):
+    with pytest.raises(ValueError, match=r"'remainder' is not supported"):
         samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
-    with pytest.raises(ValueError, match="4bit is not supported"):
-        samestep.AdamW([("a", narrow)], state_dtypes="4bit")
+    by_state = r"or a dtype for each state, \{\"exp_avg\": torch\.bfloat16\}"
+    for word in ("4bit", "8bit ", "bfloat16"):
+        with pytest.raises(
+            ValueError, match=f"state_dtypes '{word}' is not supported;.*{by_state}"
+        ):
+            samestep.AdamW([("a", narrow)], state_dtypes=word)
     with pytest.raises(ValueError, match=r"is torch.float64, and there are no master copies"):
         samestep.AdamW([("a", half)], state_dtypes={"master_weight": torch.float64})
     with pytest.raises(ValueError, match=r"float8_e4m3fn has too few digits .*'8bit'"):

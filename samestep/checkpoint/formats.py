@@ -136,12 +136,18 @@ class LocalFiles:
     def read(self, box: MetadataIndex) -> Tensor:
         return self._holder[box].read(box)
 
-    def refuse_other_boxes(self, wanted: Tensors) -> None:
-        """Raise if this rank holds anything else now: its part says nothing of the rest."""
+    def refuse_other_boxes(self, wanted: Tensors, formats: Mapping[str, str]) -> None:
+        """Raise if this rank holds anything else now: its part says nothing of the rest.
+
+        `formats` says of state how it is kept otherwise, which may have cut it elsewhere.
+        """
         for name, tensor in wanted.items():
             held, saved = tensor.__create_chunk_list__(), self.tensors[name].chunks
             if set(map(repr, held)) != set(map(repr, saved)):
-                raise self._elsewhere(f"rank {self._here.rank} holds other parts of {name}")
+                why = f"rank {self._here.rank} holds other parts of {name}"
+                if name in formats:
+                    why += f", which is {formats[name]} (state_dtypes)"
+                raise self._elsewhere(why)
 
     def _elsewhere(self, why: str) -> CheckpointError:
         folder, content, here = self.folder, self.content, self._here

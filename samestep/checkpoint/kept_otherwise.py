@@ -30,7 +30,7 @@ from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules.converted import remainder_of, saved_value, was_of_parameter
 from samestep.rules.state import MASTER, is_elementwise
-from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode, split_remainder
+from samestep.rules.stored import EIGHT_BITS, SCALE_SUFFIX, STEP, decode, encode, split_remainder
 
 Entries = Mapping[str, TensorStorageMetadata]
 
@@ -46,12 +46,14 @@ class Adapted(NamedTuple):
     """What to read of a checkpoint, and what to do then.
 
     optional: names that one side may have alone, since only its format needs them.
+    formats: by name of state that is kept in another format, how there and how here, in words.
     """
 
     tensors: Tensors
     optional: frozenset[str]
     again: list[Again]
     finish: list[Callable[[], None]]
+    formats: dict[str, str]
 
 
 def adapted(
@@ -67,6 +69,7 @@ def adapted(
     `whole`: it has all of every tensor, and not only what this rank had of it.
     """
     wanted, finish = dict(tensors), list[Callable[[], None]]()
+    formats: dict[str, str] = {}
     of_blocks = set() if optimizer is None else _of_whole_blocks(optimizer) & stored.keys()
     for name in [name for name in tensors if name.startswith(f"{STATE}.")]:
         scale_name = name + SCALE_SUFFIX
@@ -79,6 +82,8 @@ def adapted(
             continue
         if here is not None and there is not None and here.shape == there.size:
             continue
+        own, theirs = _format(tensors[name], here), _format(stored[name], there)
+        formats[name] = f"kept as {theirs} there and as {own} here"
         wanted.pop(scale_name, None)
         wanted[name], scales, write = _read_as(tensors[name], here, stored[name], there)
         wanted |= {} if scales is None else {scale_name: scales}
@@ -91,7 +96,21 @@ def adapted(
     if optimizer is not None and whole:
         exchanged, again = _exchange_masters(wanted, stored, remainders)
         optional |= exchanged
-    return Adapted(wanted, frozenset(optional), again, finish)
+    return Adapted(wanted, frozenset(optional), again, finish, formats)
+
+
+def _format(
+    values: Pieces | TensorStorageMetadata, scales: Pieces | TensorStorageMetadata | None
+) -> str:
+    """What `state_dtypes` calls the format of some state."""
+    if scales is None:
+        dtype = values.dtype if isinstance(values, Tensor) else values.properties.dtype
+        return str(dtype).removeprefix("torch.")
+    return f"{EIGHT_BITS}/{_neighbours(_shape(values), _shape(scales))}"
+
+
+def _shape(of: Pieces | TensorStorageMetadata) -> torch.Size:
+    return of.shape if isinstance(of, Tensor) else of.size
 
 
 def _exchange_masters(

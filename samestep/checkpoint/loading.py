@@ -79,7 +79,7 @@ def load(
         more = surplus(adapted_to.tensors, stored.tensors, adapted_to.optional)
         return (stored, adapted_to), bool(more)
 
-    (stored, (tensors, optional, again, finish)), more = ranks.agreed(look)
+    (stored, (tensors, optional, again, finish, formats)), more = ranks.agreed(look)
     # A pipeline stage has a part of the model: what others have is no surplus.
     of_ranks = ranks.all_of(frozenset(tensors) | optional) if any(more) else []
 
@@ -90,7 +90,7 @@ def load(
         names = names_that_fit(tensors, stored.tensors, partial, elsewhere | optional)
         chosen = {name: tensors[name] for name in names}
         if isinstance(stored, LocalFiles):
-            stored.refuse_other_boxes(chosen)
+            stored.refuse_other_boxes(chosen, formats)
         if verify:
             stored.verify(ranks.rank, ranks.size)
         return chosen

@@ -146,9 +146,14 @@ class TrainingWatch:
         ]
         if not strange:
             return
+        have, them, were = (
+            ("has", "it, so it is", "it came into the model, or was")
+            if len(strange) == 1
+            else ("have", "them, so they are", "they came into the model, or were")
+        )
         text = (
-            "have gradients, but the optimizer does not have them, so they are not trained: they "
-            "came into the model, or were unfrozen, after the optimizer was built. "
+            f"{have} gradients, but the optimizer does not have {them} not trained: {were} "
+            "unfrozen, after the optimizer was built. "
         )
         if not any(param in mine for param in model.parameters()):
             raise RuntimeError(

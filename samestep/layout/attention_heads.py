@@ -10,6 +10,7 @@ Rows are outputs, also of weights that are stored as (in, out), and `split_sizes
 `layout/splits.py`. A head is numbered by its place among the rows.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -137,6 +138,12 @@ class QKHeads:
     def rows(self, weight: str) -> int:
         """How many rows a weight has."""
         return sum(size for _, _, size in self.weights[weight])
+
+    def told(self, weight: str) -> str:
+        """What rows of a weight are, in words: "4 queries of 6 rows, 2 keys of 6 rows"."""
+        words = {"q": "queries", "k": "keys", "rotary": "rotary queries", None: "others"}
+        counts = Counter((part, size) for part, _, size in self.weights[weight])
+        return ", ".join(f"{n} {words[part]} of {size} rows" for (part, size), n in counts.items())
 
     def places(self, weight: str) -> list[int]:
         """For each row of a weight, where its factor is in [1, q of each head, k, rotary]."""

@@ -91,7 +91,9 @@ class QKClip:
             raise ValueError(f"gamma_of must be one of {get_args(GammaOf)}, got {gamma_of!r}")
         self.opt, self.tau, self.alpha = opt, tau, alpha
         self.gamma_of, self.strict = gamma_of, strict
-        self._layers = _found(opt, model, attention_layers(model) if layers is None else layers)
+        layers = attention_layers(model) if layers is None else layers
+        _require_heads_by_name(layers)
+        self._layers = _found(opt, model, layers)
         self._told: dict[str, Tensor] = {}
         self._device = opt.param_groups[0]["params"][0].device
         self._agree()
@@ -130,10 +132,15 @@ class QKClip:
         """
         name = self._name(layer)
         known = self._layers[name]
+        heads = known.heads.heads
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"the largest logits of {name!r} must be a tensor, ({heads},) or (B, {heads}, T), "
+                f"got {logits!r}"
+            )
         own = logits.detach()
         if own.ndim == 3:
             own = own.amax((0, 2))
-        heads = known.heads.heads
         if own.ndim != 1:
             raise ValueError(
                 f"the largest logits of {name!r} must be ({heads},) or (B, {heads}, T), got "
@@ -202,10 +209,8 @@ class QKClip:
         if silent and self.strict:
             raise ValueError(
                 f"{name!r} told no attention logits since the last step, of head "
-                f"{', '.join(map(str, silent))}: it has not run in training mode, or is compiled, "
-                "or a copy of the model ran, or it does not call "
-                "torch.nn.functional.scaled_dot_product_attention. Tell them by "
-                "clip.observe(layer, logits); strict=False leaves such layers alone"
+                f"{', '.join(map(str, silent))}: {_why_silent(self._layers[name].module)}. Tell "
+                "them by clip.observe(layer, logits); strict=False leaves such layers alone"
             )
 
     def _table(self, gamma: Tensor, heads: QKHeads) -> Tensor:
@@ -216,6 +221,22 @@ class QKClip:
         keys = groups.amin(1, keepdim=True) ** (1 - self.alpha)
         parts = (gamma.new_ones(1), groups / keys, keys, groups)
         return torch.cat([part.flatten() for part in parts])
+
+
+def _why_silent(module: nn.Module) -> str:
+    """Why an attention layer may have told no logits."""
+    how = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+    if how != "sdpa":
+        return (
+            f"its model is built with attn_implementation={how!r}, which makes no call that can be "
+            "seen: build the model with attn_implementation='sdpa'"
+        )
+    return (
+        "it has not run in training mode, or clip.step() was called twice, or it was replaced "
+        "after QKClip was built, or is compiled, or a copy of the model ran, or it is a parent "
+        "whose own forward does not run, or it does not call "
+        "torch.nn.functional.scaled_dot_product_attention"
+    )
 
 
 def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
@@ -231,13 +252,30 @@ def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
     if len(found) != count:
         here = f", of which this rank's parameters have {len(found)}" if found else ""
         raise ValueError(
-            f"{name!r} told the logits of {count} heads, and has {layer.heads.heads}{here}: give a "
-            "tensor of all heads, with -inf for those of other ranks"
+            f"{name!r} told the logits of {count} {'head' if count == 1 else 'heads'}, and has "
+            f"{layer.heads.heads}{here}: give a tensor of all heads, with -inf for those of other "
+            "ranks; attention that computes head by head has to tell all at once, by watch=False "
+            "and clip.observe(layer, logits)"
         )
     return torch.tensor(sorted(found))
 
 
 # --- which modules and parameters -----------------------------------------------------------------
+
+
+def _require_heads_by_name(layers: Mapping[str, QKHeads]) -> None:
+    """Raise unless there are heads for every pattern of names."""
+    example = 'layers={"blocks.*.attn": samestep.QKHeads.separate(32, 128, kv_heads=8)}'
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"layers must have by name of the attention modules their heads, as in {example}, got "
+            f"{layers!r}"
+        )
+    for pattern, heads in layers.items():
+        if not isinstance(heads, QKHeads):
+            raise TypeError(
+                f"layers has {heads!r} for {pattern!r}, and must have QKHeads, as in {example}"
+            )
 
 
 def _found(
@@ -253,7 +291,15 @@ def _found(
         if not matched:
             others = some([name for name in modules if name])
             raise ValueError(f"no module of the model is called {pattern!r}; there are {others}")
+        fitting = [name for name in matched if not _lacking(modules[name], heads)]
         for name in matched:
+            if fitting and name not in fitting:
+                raise ValueError(
+                    f"{pattern!r} also matches {name!r} (a * crosses dots), which has no "
+                    f"{_lacking(modules[name], heads)[0]!r}: name attention modules alone, such as "
+                    f"{some(list(map(repr, fitting)))}, each by itself where no pattern is only "
+                    "theirs"
+                )
             if name in found:
                 raise ValueError(f"{name!r} is a layer by {pattern!r} and by a pattern before it")
             found[name] = _Layer(modules[name], heads, _scaled(name, modules[name], heads, names))
@@ -265,6 +311,12 @@ def _found(
                         "scaled twice: QK-clip needs a weight of its own for every layer"
                     )
     return found
+
+
+def _lacking(module: nn.Module, heads: QKHeads) -> list[str]:
+    """The weights of some heads that a module does not have."""
+    there = {whole_name(without_wrappers(path)) for path, _ in module.named_parameters()}
+    return [name for name in heads.weights if name not in there]
 
 
 def _scaled(
@@ -283,7 +335,8 @@ def _scaled(
         if param not in names:
             raise ValueError(
                 f"{layer}.{own} is not a parameter of the optimizer, which has to scale it: give "
-                "the optimizer the same model, unfrozen, and build QKClip after wrapping it"
+                "the optimizer the same model, unfrozen, and build QKClip after wrapping it; where "
+                "it is frozen on purpose, as by LoRA, pass layers= with the other layers alone"
             )
         is_bias = param.ndim == 1
         transposed = heads.transposed and not is_bias
@@ -291,9 +344,10 @@ def _scaled(
         part = rows_in(own)
         start, stop = (0, heads.rows(weight)) if part is None else (part.start, part.stop)
         if stop - start != rows or stop > heads.rows(weight):
+            has = f"has {rows} rows" if part is None else f"is rows {start} to {stop}"
             raise ValueError(
-                f"{layer}.{own} has {rows} rows, and by its heads rows {start} to {stop} of "
-                f"{heads.rows(weight)}: heads, kv_heads or sizes of a head are others"
+                f"{layer}.{own} {has}, but its QKHeads say {heads.rows(weight)} "
+                f"({heads.told(weight)}, of heads={heads.heads} and kv_heads={heads.kv_heads})"
             )
         rows_seen[weight] += 0 if is_bias else rows
         places = torch.tensor(heads.places(weight)[start:stop])

@@ -86,7 +86,8 @@ def attention_layers(model: nn.Module) -> dict[str, QKHeads]:
                 if name.startswith(path) and fnmatchcase(f".{name[len(path) :]}", pattern):
                     found[name] = heads
     if not found:
-        of = f"of model type {' or '.join(map(repr, kinds))}" if kinds else "without a `config`"
+        told = " or ".join(map(repr, dict.fromkeys(kinds)))
+        of = f"of model type {told}" if kinds else "without a `config`"
         raise ValueError(
             f"where queries and keys are in a model {of} is not known: name its layers, as in "
             'layers={"*.self_attn": samestep.QKHeads.separate(32, 128, kv_heads=8)}; known are '

@@ -89,10 +89,12 @@ def boolean(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
-    """One of the allowed values."""
+def one_of(name: str, value: Any, allowed: Collection[Any], others: str = "") -> None:
+    """One of the allowed values; `others` are said beside them, and checked elsewhere."""
     if value not in allowed:
-        raise ValueError(f"{name} {value} is not supported; choose one of {list(allowed)}")
+        raise ValueError(
+            f"{name} {value!r} is not supported; choose one of {list(allowed)}{others}"
+        )
 
 
 def steps(name: str, value: Any) -> None:
@@ -163,7 +165,7 @@ def state_dtypes(name: str, value: Any) -> None:
             f'{{"master_weight": "{REMAINDER}"}}, with a word for each moment beside it'
         )
     if isinstance(value, str):
-        one_of(name, value, OF_MOMENTS)
+        one_of(name, value, OF_MOMENTS, ', or a dtype for each state, {"exp_avg": torch.bfloat16}')
         return
     if not isinstance(value, Mapping):
         raise TypeError(
@@ -174,20 +176,22 @@ def state_dtypes(name: str, value: Any) -> None:
     for key, chosen in value.items():
         if key not in MOMENTS:
             raise ValueError(f"{name} has {key!r}; these have a choice: {list(MOMENTS)}")
-        words = (REMAINDER,) if key == "master_weight" else OF_MOMENTS
+        is_master = key == "master_weight"
+        words = (REMAINDER,) if is_master else OF_MOMENTS
         if isinstance(chosen, str):
-            one_of(f"{name}[{key!r}]", chosen, words)
+            dtype = torch.float32 if is_master else torch.bfloat16
+            one_of(f"{name}[{key!r}]", chosen, words, f", or a dtype such as {dtype}")
         elif not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
             raise TypeError(
                 f"{name}[{key!r}] must be a floating torch.dtype or one of {list(words)}, got "
                 f"{chosen!r}"
             )
-        elif chosen.itemsize < 2:
+        elif chosen.itemsize < 2 and not is_master:
             raise ValueError(
                 f"{name}[{key!r}] {chosen} has too few digits for numbers that change by little: "
                 f"choose one of {list(words)}, or a dtype of 16 bits or more"
             )
-        elif key == "master_weight" and chosen.itemsize < 4:
+        elif is_master and chosen.itemsize < 4:
             raise ValueError(
                 f"{name}[{key!r}] {chosen} is too narrow: a master copy keeps updates that 16 bits "
                 f'round away, or weights that they cannot hold; "{REMAINDER}" keeps all 32 bits of '

@@ -7,6 +7,7 @@ import shutil
 from hashlib import sha256
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -129,6 +130,31 @@ def test_dp_local_is_refused_elsewhere(saved, world):
         for case, text in texts.items():
             way_out = ("samestep convert", "--to fully_reshardable", "dp_local")
             assert [word for word in (*ELSEWHERE[case], *way_out) if word not in text] == []
+
+
+def test_dp_local_of_state_in_another_format_says_which(tmp_path):
+    def job(rank):
+        for kept, other in (({}, {"state_dtypes": "8bit"}), ({"state_dtypes": "8bit"}, {})):
+            found = []
+            for options in (kept, other):
+                torch.manual_seed(0)
+                model = torch.nn.Linear(64, 1001, bias=False)  # half of it is no whole row
+                opt = samestep.AdamW(model, sharding="zero2", **options)
+                model(torch.ones(1, 64)).sum().backward()
+                opt.step()
+                found.append((model, opt))
+            path = tmp_path / f"of {len(kept)}"
+            samestep.save(path, *found[0], format="dp_local")
+            samestep.load(path, *found[0])
+            with pytest.raises(samestep.CheckpointError) as caught:
+                samestep.load(path, *found[1])
+            yield str(caught.value)
+
+    for texts in run_forked(2, lambda rank: list(job(rank))):
+        for text, (there, here) in zip(
+            texts, (("float32", "8bit/64"), ("8bit/64", "float32")), strict=True
+        ):
+            assert f"kept as {there} there and as {here} here (state_dtypes)" in text
 
 
 def test_dp_local_of_a_model_alone(tmp_path):

@@ -214,13 +214,13 @@ def test_every_preset_makes_steps(name):
 @pytest.mark.parametrize(
     ("rule", "options", "says"),
     [
-        ("muon", {"adjust_lr": "spectral"}, "adjust_lr spectral is not supported"),
+        ("muon", {"adjust_lr": "spectral"}, "adjust_lr 'spectral' is not supported"),
         ("muon", {"norm_factor": 0.9}, "norm_factor value: 0.9; give a finite number >= 1"),
-        ("muon", {"variance_axis": "cols"}, "variance_axis cols is not supported"),
+        ("muon", {"variance_axis": "cols"}, "variance_axis 'cols' is not supported"),
         ("muon", {"variance_eps": 0.0}, "variance_eps value: 0.0"),
         ("muon", {"update_scale": 0.0}, "update_scale value: 0.0"),
-        ("muon", {"decay_form": "l2"}, "decay_form l2 is not supported"),
-        ("adamw", {"decay_form": "palm"}, "decay_form palm is not supported"),
+        ("muon", {"decay_form": "l2"}, "decay_form 'l2' is not supported"),
+        ("adamw", {"decay_form": "palm"}, "decay_form 'palm' is not supported"),
         ("adamw", {"decay_form": "l2", "cautious": True}, "exclude each other"),
         ("adamw", {"fused": True, "cautious": True}, "leave fused out"),
         ("adamw", {"fused": True, "eps_hat": True}, "leave fused out"),

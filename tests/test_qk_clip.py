@@ -505,6 +505,8 @@ def test_mistakes_say_what_to_do():
     right = heads_of("gqa")
     with pytest.raises(ValueError, match=r"is called 'blocks\.\*'; there are embedding, "):
         QKClip(opt, model, {"blocks.*": right})
+    with pytest.raises(ValueError, match="layers is empty"):
+        QKClip(opt, model, {})
     of_names = {"q": "q.weight", "k": "k.weight"}
     with pytest.raises(
         ValueError,

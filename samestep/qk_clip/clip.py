@@ -271,6 +271,10 @@ def _require_heads_by_name(layers: Mapping[str, QKHeads]) -> None:
             f"layers must have by name of the attention modules their heads, as in {example}, got "
             f"{layers!r}"
         )
+    if not layers:
+        raise ValueError(
+            f"layers is empty, so that there is nothing to clip: give some, as in {example}"
+        )
     for pattern, heads in layers.items():
         if not isinstance(heads, QKHeads):
             raise TypeError(

@@ -1,6 +1,7 @@
 """The sdist and the wheel: whole, the same by either way, and of use without a checkout."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -31,6 +32,12 @@ opt.step()
 assert not any(map(torch.equal, before, model.parameters()))
 from samestep import cli
 assert cli.main(["stress", "--help"]) == 0
+"""
+FIND = """
+import site, sys
+from importlib.util import find_spec
+site.addsitedir(sys.argv[1])
+print(find_spec("samestep").origin)
 """
 
 
@@ -95,6 +102,21 @@ def test_the_installed_wheel_takes_a_step_outside_of_the_checkout(built, tmp_pat
         cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=HANG,
     )  # fmt: skip
     assert script.stdout == f"samestep {__version__}\n"
+
+
+def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(built, tmp_path):
+    """Where `git clone URL samestep` has put a folder of the package's name, without a package."""
+    _, _, folder = built
+    clone, site = tmp_path / "samestep", tmp_path / "site"
+    shutil.copytree(folder / "scratch" / "sources", clone)
+    site.mkdir()
+    with zipfile.ZipFile(run_backend("build_editable", clone, site)) as archive:
+        archive.extractall(site)
+    found = subprocess.run(  # without packages of the environment: samestep is one of them
+        [sys.executable, "-S", "-E", "-c", FIND, str(site)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG,
+    )  # fmt: skip
+    assert (found.stdout, found.stderr) == (f"{clone / 'samestep' / '__init__.py'}\n", "")
 
 
 def test_the_version_stands_in_one_place():

@@ -27,7 +27,7 @@ from samestep.estimate.blueprint import Blueprint, Spread, SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.grid import Beside, Grid
 from samestep.estimate.hardware import Hardware, device_of
-from samestep.estimate.model import Model, is_expert, layers_of
+from samestep.estimate.model import Model, is_expert, known_options, layers_of
 from samestep.groups.distribution import Offload
 from samestep.groups.routing import EMBEDDING_NAME
 from samestep.groups.state_flags import StateWord, state_dtypes_of
@@ -348,8 +348,10 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
     keywords["state_dtypes"] = state_dtypes_of(settings.state, remainders=settings.remainders)
     if not settings.muon:
         keywords["overrides"] = {(lambda name, param: True): {"rule": "adamw"}}
-    elif any(is_expert(name, param) for name, param in module.named_parameters()):
-        keywords["overrides"] = {"*experts*": {"rule": "muon"}}
+    else:
+        keywords["overrides"], keywords["split_sizes"] = known_options(module)
+        if any(is_expert(name, param) for name, param in module.named_parameters()):
+            keywords["overrides"]["*experts*"] = {"rule": "muon"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return samestep.MuonAdamW(

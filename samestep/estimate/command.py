@@ -143,7 +143,8 @@ def _plan(options: Options) -> None:
         shown.append(table_of(curve, of_rank))
     gb = f"{hardware.device_memory / 1e9:.0f} GB"
     console.print(
-        f"{model.name}: {model.parameters / 1e9:,.4g} B parameters on {degrees.world:,} ranks "
+        f"{model.name}: {_counted(model.parameters)} parameters on {degrees.world:,} "
+        f"rank{'s' * (degrees.world > 1)} "
         f"({degrees.name}), {options.sharding}, {hardware.name} ({gb})"
     )
     for line in asks:
@@ -160,6 +161,14 @@ def _plan(options: Options) -> None:
         files = _files(options, content, shown, figures, named, hardware, every, curve)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
+
+
+def _counted(elements: int) -> str:
+    """82240 as 82.24 K, and so with M and B; fewer than a thousand as they are."""
+    for unit, size in {"B": 10**9, "M": 10**6, "K": 10**3}.items():
+        if elements >= size:
+            return f"{elements / size:,.4g} {unit}"
+    return str(elements)
 
 
 def settings_of(options: Options) -> Settings:

@@ -31,6 +31,10 @@ SPELLINGS = {
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
 }
 EXPERT_PART = "experts"  # of the name of a 3-D stack
+WITH_BIASES = ("gpt2", "gpt_bigcode", "opt", "gpt_neox")  # and without gates
+FUSED = ("gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3")
+WITH_QKV_BIASES = ("qwen2",)  # and no others
+WITH_QK_NORMS = ("qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Shape:
     q_rank, kv_rank: of latent attention (0: none), where a head has `head` channels without and
         `rope` channels with positions, and values of `head` channels.
     dense_layers: the first ones, that have an MLP although there are experts.
+    fused: queries, keys and values are one matrix, of latent attention keys and values, which
+        Muon takes apart as the recipe of the model does.
     """
 
     name: str
@@ -63,6 +69,8 @@ class Shape:
     kv_rank: int = 0
     rope: int = 0
     qk_norms: bool = False
+    qkv_biases: bool = False
+    fused: bool = False
     capacity: float = 0.0  # room of an expert, in even shares; 0: for all that come
     source: str = ""
 
@@ -113,28 +121,50 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
 
 
+class Fused(nn.Linear):
+    """Matrices one below the other, of which `split_sizes` has the rows."""
+
+    def __init__(self, width: int, split_sizes: list[int], bias: bool = False) -> None:
+        super().__init__(width, sum(split_sizes), bias=bias)
+        self.split_sizes = split_sizes
+
+
+class Router(nn.Linear):
+    """Scores of experts, which every recipe leaves to AdamW."""
+
+
 class Attention(nn.Module):
-    """Projections alone, whole or through a small rank."""
+    """Projections alone, whole or through a small rank, and norms of heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        width, biases = shape.width, shape.biases
-        queries = shape.heads * (shape.head + shape.rope)
+        width, biases = shape.width, shape.biases or shape.qkv_biases
+        of_head = shape.head + shape.rope
+        queries, keys = shape.heads * of_head, shape.kv_heads * shape.head
         if shape.q_rank:
             self.q_a_proj = nn.Linear(width, shape.q_rank, bias=False)
             self.q_a_norm = nn.RMSNorm(shape.q_rank)
-            self.q_b_proj = nn.Linear(shape.q_rank, queries, bias=False)
-        else:
+            by_head = [of_head] * shape.heads if shape.fused else [queries]
+            self.q_b_proj = Fused(shape.q_rank, by_head)
+        elif shape.kv_rank or not shape.fused:
             self.q_proj = nn.Linear(width, queries, bias=biases)
         if shape.kv_rank:
-            self.kv_a_proj = nn.Linear(width, shape.kv_rank + shape.rope, bias=False)
+            latents = [shape.kv_rank, shape.rope]
+            self.kv_a_proj = Fused(width, latents if shape.fused else [sum(latents)])
             self.kv_a_norm = nn.RMSNorm(shape.kv_rank)
-            self.k_b_proj = nn.Linear(shape.kv_rank, shape.heads * shape.head, bias=False)
-            self.v_b_proj = nn.Linear(shape.kv_rank, shape.heads * shape.head, bias=False)
+            if shape.fused:
+                self.kv_b_proj = Fused(shape.kv_rank, [shape.head] * 2 * shape.heads)
+            else:
+                self.k_b_proj = nn.Linear(shape.kv_rank, shape.heads * shape.head, bias=False)
+                self.v_b_proj = nn.Linear(shape.kv_rank, shape.heads * shape.head, bias=False)
+        elif shape.fused:
+            self.qkv_proj = Fused(width, [queries, keys, keys], biases)
         else:
-            self.k_proj = nn.Linear(width, shape.kv_heads * shape.head, bias=biases)
-            self.v_proj = nn.Linear(width, shape.kv_heads * shape.head, bias=biases)
-        self.o_proj = nn.Linear(shape.heads * shape.head, width, bias=biases)
+            self.k_proj = nn.Linear(width, keys, bias=biases)
+            self.v_proj = nn.Linear(width, keys, bias=biases)
+        if shape.qk_norms:
+            self.q_norm, self.k_norm = nn.RMSNorm(shape.head), nn.RMSNorm(shape.head)
+        self.o_proj = nn.Linear(shape.heads * shape.head, width, bias=shape.biases)
 
 
 class MLP(nn.Module):
@@ -158,7 +188,7 @@ class Layer(nn.Module):
         self.attention = Attention(shape)
         self.mlp_norm = norm(shape.width)
         if shape.experts and number >= shape.dense_layers:
-            self.router = nn.Linear(shape.width, shape.experts, bias=False)
+            self.router = Router(shape.width, shape.experts, bias=False)
             self.experts = Experts(shape.experts, shape.width, shape.expert_hidden)
             if shape.shared_experts:
                 hidden = shape.shared_experts * shape.expert_hidden
@@ -220,7 +250,8 @@ def read_config(path: Path) -> Shape:
 
 
 def _shape(config: Mapping[str, Any], path: Path) -> Shape:
-    old = config.get("model_type") in ("gpt2", "gpt_bigcode", "opt", "gpt_neox")
+    kind = config.get("model_type")
+    old = kind in WITH_BIASES
     width = _number(config, "hidden_size", path)
     heads = _number(config, "num_attention_heads", path)
     hidden = _find(config, "intermediate_size")
@@ -245,9 +276,9 @@ def _shape(config: Mapping[str, Any], path: Path) -> Shape:
         head=head,
         hidden=hidden,
         gated=not old,
-        tied=bool(config.get("tie_word_embeddings", old)),
+        tied=bool(config.get("tie_word_embeddings", old and kind != "gpt_neox")),
         biases=old,
-        positions=(config.get("n_positions") or config.get("max_position_embeddings") or 0) * old,
+        positions=_positions(config) if old and kind != "gpt_neox" else 0,
         experts=experts,
         expert_hidden=expert_hidden,
         shared_experts=config.get("n_shared_experts") or 0,
@@ -256,8 +287,17 @@ def _shape(config: Mapping[str, Any], path: Path) -> Shape:
         q_rank=config.get("q_lora_rank") or 0,
         kv_rank=latent,
         rope=config.get("qk_rope_head_dim") or 0,
+        qk_norms=kind in WITH_QK_NORMS,
+        qkv_biases=kind in WITH_QKV_BIASES,
+        fused=kind in FUSED,
         source=f"{path.name}: {config.get('model_type', 'a model')}",
     )
+
+
+def _positions(config: Mapping[str, Any]) -> int:
+    """Rows of the learned table; OPT's begins with two that no token has."""
+    rows = config.get("n_positions") or config.get("max_position_embeddings") or 0
+    return int(rows) + 2 * (config.get("model_type") == "opt")
 
 
 def _find(config: Mapping[str, Any], key: str) -> int | None:
@@ -365,6 +405,14 @@ def _own_shape(module: nn.Module) -> Shape | None:
 def is_expert(name: str, param: Tensor) -> bool:
     """Whether it is a stack of experts, which the expert axis cuts."""
     return param.ndim == 3 and EXPERT_PART in name
+
+
+def known_options(module: nn.Module) -> tuple[dict[str, dict[str, str]], dict[str, list[int]]]:
+    """`overrides` and `split_sizes`, by name, that stand for a recipe of what is built here."""
+    named = list(module.named_modules())
+    routers = {f"{path}.weight": {"rule": "adamw"} for path, m in named if isinstance(m, Router)}
+    fused = {f"{path}.weight": m.split_sizes for path, m in named if isinstance(m, Fused)}
+    return routers, {name: sizes for name, sizes in fused.items() if len(sizes) > 1}
 
 
 def layers_of(module: nn.Module) -> tuple[str, nn.ModuleList] | None:

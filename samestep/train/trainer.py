@@ -202,7 +202,10 @@ class Trainer:
         path = self.options.checkpoints / f"step_{self.step:08d}"
         if self.world.rank == 0 and path.exists():
             shutil.rmtree(path)  # of a run that was killed before LATEST named it
-        extra = {"step": self.step, "sequences": self.sequences, "data": self.data}
+        extra = {
+            "step": self.step, "sequences": self.sequences, "data": self.data,
+            "state": self.options.state,
+        }  # fmt: skip
         try:
             samestep.save(path, self.model, self.optimizer, extra=extra, keep=self.options.keep)
         except samestep.CheckpointError as error:
@@ -214,7 +217,7 @@ class Trainer:
 
     def _resume(self) -> None:
         options = self.options
-        source = self._source()
+        source, converted = self._source(), ""
         if source is not None:
             try:
                 loaded = samestep.load(source, self.model, self.optimizer)
@@ -222,6 +225,9 @@ class Trainer:
                 raise BadRequestError(f"cannot resume: {error}") from error
             self._check_data(loaded.extra)
             self.step, self.sequences = loaded.extra["step"], loaded.extra["sequences"]
+            was = loaded.extra.get("state", options.state)  # earlier versions did not say
+            if was != options.state:
+                converted = f"; state was {was}, is {options.state} now: converted"
         self.journal.go_back_to(self.step)
         event = {
             "step": self.step,
@@ -237,6 +243,7 @@ class Trainer:
         self.display.say(
             f"{parameters / 1e6:.2f} M parameters, layout {options.placed} on {self.world.size} "
             f"rank(s) of {self.world.device.type}, {event['event']} at step {self.step}"
+            f"{converted}"
         )
 
     def _tell_mesh(self) -> None:

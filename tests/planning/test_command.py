@@ -310,6 +310,85 @@ def test_a_config_of_hugging_face(tmp_path, capsys):
     assert "is no JSON" in refused([str(path)], capsys)
 
 
+LIKE_LLAMA = {**LLAMA, "intermediate_size": 128, "vocab_size": 64, "head_dim": 16}
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
+# Weights as transformers has them: rows, columns, and how many matrices one is to Muon (0: it is
+# AdamW's), with how many experts each; and sizes of vectors.
+TABLES = [(64, 64, 0), (64, 64, 0)]  # of 64 words, and the head or 64 positions
+QKVO = [(64, 64, 1), (32, 64, 1), (32, 64, 1), (64, 64, 1)]
+GATED = [(128, 64, 1), (128, 64, 1), (64, 128, 1)]
+ROUTER, STACKS = (4, 64, 0), [(4 * 256, 64, 4 * 2), (4 * 64, 128, 4)]
+LATENT_ATTENTION = [(32, 64, 1), (96, 32, 4), (40, 64, 2), (128, 32, 8), (64, 64, 1)]
+SMALL_STACKS = [(4 * 64, 64, 4 * 2), (4 * 64, 32, 4)]
+SHARED = [(32, 64, 1), (32, 64, 1), (64, 32, 1)]
+OF_GPT2 = [(64, 192, 3), (64, 64, 1), (64, 256, 1), (256, 64, 1)]
+TRANSFORMERS = {
+    "llama": (LIKE_LLAMA, [*TABLES, *2 * (QKVO + GATED)], 5 * [64]),
+    "qwen2": (LIKE_LLAMA, [*TABLES, *2 * (QKVO + GATED)], [64, *2 * [64, 64, 64, 32, 32]]),
+    "qwen3": (LIKE_LLAMA, [*TABLES, *2 * (QKVO + GATED)], [64, *2 * [64, 64, 16, 16]]),
+    "mixtral": (
+        {**LIKE_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        [*TABLES, *2 * [*QKVO, ROUTER, *STACKS]],
+        5 * [64],
+    ),
+    "deepseek_v3": (
+        {**LIKE_LLAMA, **LATENT, "num_key_value_heads": 4},
+        [*TABLES, *2 * LATENT_ATTENTION, *GATED, ROUTER, *SMALL_STACKS, *SHARED],
+        [64, *2 * [64, 64, 32, 32]],
+    ),
+    "gpt2": (
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64},
+        [*TABLES, *2 * OF_GPT2],
+        [64, 64, *2 * [64, 64, 64, 64, 192, 64, 256, 64]],
+    ),
+    "gpt_neox": (
+        {**LIKE_LLAMA, "num_key_value_heads": 4, "max_position_embeddings": 64},
+        [*TABLES, *2 * [(192, 64, 3), (64, 64, 1), (128, 64, 1), (64, 128, 1)]],
+        [64, 64, *2 * [64, 64, 64, 64, 192, 64, 128, 64]],
+    ),
+    "opt": (
+        {**LIKE_LLAMA, "num_key_value_heads": 4, "max_position_embeddings": 64},
+        [(64, 64, 0), (66, 64, 0), *2 * [*4 * [(64, 64, 1)], (128, 64, 1), (64, 128, 1)]],
+        [64, 64, *2 * [64, 64, 64, 64, 64, 64, 64, 64, 128, 64]],
+    ),
+}
+
+
+def test_small_models_are_told_in_thousands_and_millions(tmp_path, capsys):
+    for vocabulary, ranks, told in (
+        (64, 1, "82.24 K parameters on 1 rank ("),
+        (7810, 2, "1.074 M parameters on 2 ranks ("),
+    ):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**LIKE_LLAMA, "vocab_size": vocabulary}))
+        assert cli.main(["plan", str(path), "--mesh", f"dp={ranks}"]) == 0
+        assert f"llama: {told}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_configs_of_transformers_are_counted_to_the_byte(kind, tmp_path):
+    """In 8 bits: a code per element, 4 bytes per block, and 4 to count the steps of a matrix."""
+    config, matrices, vectors = TRANSFORMERS[kind]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "model_type": kind}))
+    model = load_model(str(path), torch.bfloat16)
+    state = sum(2 * 4 * size + 4 for size in vectors)
+    for rows, columns, parts in matrices:
+        block = next(size for size in (256, 128, 64, 32) if columns % size == 0)
+        moments = 1 if parts else 2
+        state += moments * (rows * columns + 4 * rows * columns // block) + 4 * max(parts, 1)
+    elements = sum(rows * columns for rows, columns, _ in matrices) + sum(vectors)
+    assert model.parameters == elements
+    options = Options(state="8bit", remainders=True, sharding="none")
+    plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).blueprint(0)
+    memory = rank_memory(plan, 0)
+    assert (memory.state, memory.main_parameters) == (state, 2 * elements)
+
+
 def test_the_template_for_deepseek_on_2048_is_questioned():
     with pytest.raises(BadRequestError) as caught:
         read_mesh("tp=8,pp=16,ep=32,dp=8", 2048)

@@ -124,8 +124,8 @@ def runs_and_offloads(rank, commands):
     return run_all(rank, commands), ["offload = state" in opt.layout_lines() for opt in built]
 
 
-def test_small_state_that_stays_on_the_host(tmp_path):
-    """Where state stays changes no bit, and what was in 8 bits goes on in 32."""
+def test_small_state_that_stays_on_the_host(tmp_path, capfd):
+    """Where state stays changes no bit, and what was in 8 bits goes on in 32, which is told."""
     tiny = {"width": 32, "layers": 1, "eval_every": 9, "steps": 2}
     asked = {"wide": {}, "here": {"state": "8bit/32"}}
     asked["on_host"] = {**asked["here"], "offload": "state", "layout": "none"}
@@ -134,6 +134,9 @@ def test_small_state_that_stays_on_the_host(tmp_path):
     commands = [words(outs[name], data, **tiny, **flags) for name, flags in asked.items()]
     commands.append(words(outs["on_host"], data, **{**tiny, "steps": 3}))
     assert run_forked(1, runs_and_offloads, commands) == [([0] * 4, [False, False, True, False])]
+    told = "resumed at step 2; state was 8bit/32, is float32 now: converted\n"
+    shown = capfd.readouterr().out
+    assert (shown.count("state was"), told in shown) == (1, True)
     wide, here, on_host = (losses(out, "val_loss") for out in outs.values())
     assert on_host.pop(3) < on_host[2]
     assert here == on_host != wide

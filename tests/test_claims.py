@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 
 import pytest
 
@@ -142,11 +142,22 @@ def test_small_state():
     assert_said("docs/small_state.md", *(f"{final:.4f}" for final in finals.values()))
 
 
+FORMATS = {"bf16": "bfloat16", "bf16_stochastic": '`"bf16_stochastic"`', "8bit": '`"8bit"`'}
+
+
+def test_trainings_with_small_state():
+    finals = {}
+    for run in result("small_state_train_cpu")["runs"]:
+        finals.setdefault(run["form"], []).append(run["final"])
+    for form, word in {"32 bits": "32 bits", **FORMATS}.items():
+        told = [f"{loss:.4f}" for loss in (*finals[form], mean(finals[form]))]
+        assert_said("docs/small_state.md", f"| {word} | {' | '.join(told)} |")
+
+
 def test_errors_of_updates_with_small_state():
-    words = {"bf16": "bfloat16", "bf16_stochastic": '`"bf16_stochastic"`', "8bit": '`"8bit"`'}
     content = result("small_state_error_cpu")
     rows = {(row["rule"], row["form"]): row for row in content["rows"]}
-    for form, word in words.items():
+    for form, word in FORMATS.items():
         said = [
             f"{of:.3f}"
             for row in (rows[rule, form] for rule in ("adamw", "muon"))

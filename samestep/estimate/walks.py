@@ -15,7 +15,7 @@ import torch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
-from samestep.placements.whole.buffers import gradient_dtype
+from samestep.placements.whole.buffers import gradient_dtype, joint_gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment
@@ -123,10 +123,16 @@ class SharingWalk(Walk):
             for index in members:
                 self._buckets_of[index].append(bucket)
         self._places = places(sharing.plan) if self._flat else []
-        self._spare: list[int] = []  # buckets whose buffer can be used again
-        self._rooms: dict[str, int] = {}
-        for each in sharing.plan.buckets:
-            self._rooms[each.dtype] = max(each.size, self._rooms.get(each.dtype, 0))
+        # Of each bucket the dtype of its gradients; by that: buckets whose buffer can be used
+        # again, and the elements that a buffer has room for.
+        self._dtypes = [
+            joint_gradient_dtype([sharing.params[index] for index in members])
+            for members in self._members
+        ]
+        self._spare: dict[torch.dtype, list[int]] = {dtype: [] for dtype in self._dtypes}
+        self._rooms = dict.fromkeys(self._dtypes, 0)
+        for each, dtype in zip(sharing.plan.buckets, self._dtypes, strict=True):
+            self._rooms[dtype] = max(each.size, self._rooms[dtype])
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -167,12 +173,11 @@ class SharingWalk(Walk):
     def _buffer(self, number: int) -> None:
         if self._ledger.size(self._key("gradients", number)) is not None:
             return
-        if self._spare:
-            self._drop(self._spare.pop(), "spare")
-        bucket = self._sharing.plan.buckets[number]
-        width = gradient_dtype(self._sharing.params[bucket.params[0]]).itemsize
-        size = self._rooms[bucket.dtype] if self._frees else bucket.size
-        self._add("gradients", number, size * width, GRADIENTS)
+        dtype = self._dtypes[number]
+        if self._spare[dtype]:
+            self._drop(self._spare[dtype].pop(), "spare")
+        size = self._rooms[dtype] if self._frees else self._sharing.plan.buckets[number].size
+        self._add("gradients", number, size * dtype.itemsize, GRADIENTS)
 
     # --- reductions --------------------------------------------------------------------------
 
@@ -249,7 +254,7 @@ class SharingWalk(Walk):
         if self._flat and self._frees and size is not None:
             self._drop(number, "gradients")
             self._add("spare", number, size, GRADIENTS)
-            self._spare.append(number)
+            self._spare[self._dtypes[number]].append(number)
         elif self._flat and not self._frees and not bucket.replicated:
             self._drop(number, "sum", "received")  # the sum takes the place of its segment
 

@@ -1,6 +1,7 @@
 """Where the gradients of a bucket lie when it is reduced; parameters end to end in buffers."""
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -10,6 +11,8 @@ from samestep.groups.group_checks import sparse_gradient
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.plan.flat import FlatPlace, places
 from samestep.plan.sharding import ShardingPlan
+
+BufferKind = tuple[torch.dtype, torch.device]
 
 
 class PackedGradients:
@@ -32,9 +35,9 @@ class PackedGradients:
         self._sizes = [bucket.size for bucket in plan.buckets]
         self._members = [bucket.params for bucket in plan.buckets]
         # As planned: ranks send what they agreed on, also if one has converted its model since.
-        firsts = [held.params[members[0]] for members in self._members]
-        self._dtypes = [gradient_dtype(param) for param in firsts]
-        self._devices = [param.device for param in firsts]
+        of_buckets = [[held.params[index] for index in members] for members in self._members]
+        self._dtypes = [joint_gradient_dtype(params) for params in of_buckets]
+        self._devices = [params[0].device for params in of_buckets]
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient."""
@@ -96,11 +99,14 @@ class FlatGradients(PackedGradients):
         self._keep = keep
         self._places = places(plan)
         self._buffers: dict[int, Tensor] = {}
-        self._spare: dict[torch.dtype, list[Tensor]] = {}  # each has room for any bucket
+        # By dtype of the gradients and device: each has room for any bucket of that kind, also
+        # where `grad_dtype` gives parameters of several dtypes gradients of one.
+        self._kinds = list(zip(self._dtypes, self._devices, strict=True))
+        self._spare: dict[BufferKind, list[Tensor]] = {kind: [] for kind in self._kinds}
+        self._room = dict.fromkeys(self._kinds, 0)
+        for kind, size in zip(self._kinds, self._sizes, strict=True):
+            self._room[kind] = max(self._room[kind], size)
         self._views: dict[tuple[int, int], Tensor] = {}  # by address of the buffer, and parameter
-        self._room: dict[str, int] = {}
-        for bucket in plan.buckets:
-            self._room[bucket.dtype] = max(bucket.size, self._room.get(bucket.dtype, 0))
 
     def arrived(self, index: int) -> None:
         """Move a gradient into its place."""
@@ -133,8 +139,7 @@ class FlatGradients(PackedGradients):
         """Keep the sum in this rank's segment, or give the buffer back."""
         bucket = self._plan.buckets[number]
         if not self._keep:
-            buffer = self._buffers.pop(number)
-            self._spare.setdefault(buffer.dtype, []).append(buffer)
+            self._spare[self._kinds[number]].append(self._buffers.pop(number))
             return total
         if bucket.replicated:
             return total
@@ -173,14 +178,12 @@ class FlatGradients(PackedGradients):
         """Has room for the bucket; gaps between gradients hold anything, and nobody reads them."""
         buffer = self._buffers.get(number)
         if buffer is None:
-            bucket = self._plan.buckets[number]
-            dtype = self._dtypes[number]
-            spare = self._spare.get(dtype)
-            if spare:
-                buffer = spare.pop()
+            kind = self._kinds[number]
+            if self._spare[kind]:
+                buffer = self._spare[kind].pop()
             else:
-                size = bucket.size if self._keep else self._room[bucket.dtype]
-                buffer = torch.zeros(size, dtype=dtype, device=self._devices[number])
+                size = self._sizes[number] if self._keep else self._room[kind]
+                buffer = torch.zeros(size, dtype=kind[0], device=kind[1])
             self._buffers[number] = buffer
         return buffer
 
@@ -188,6 +191,11 @@ class FlatGradients(PackedGradients):
 def gradient_dtype(param: Tensor) -> torch.dtype:
     """What `.grad` has; by default the parameter's, and in torch 2.9 always."""
     return getattr(param, "grad_dtype", None) or param.dtype
+
+
+def joint_gradient_dtype(params: Sequence[Tensor]) -> torch.dtype:
+    """The narrowest that holds the gradients of all, since users may set `grad_dtype` of some."""
+    return reduce(torch.promote_types, map(gradient_dtype, params))
 
 
 def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:

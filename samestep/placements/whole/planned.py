@@ -11,7 +11,7 @@ import torch
 from samestep.comm.groups import ranks_text
 from samestep.groups.distribution import Distribution
 from samestep.placements.placement import PlanMembers
-from samestep.placements.whole.buffers import gradient_dtype
+from samestep.placements.whole.buffers import joint_gradient_dtype
 from samestep.plan.flat import plan_flat
 from samestep.plan.links import Fabric, bucket_elements
 from samestep.plan.schedule import PlacementShape
@@ -120,13 +120,13 @@ def shape_of(
     watched: bool,
 ) -> PlacementShape:
     """What a schedule depends on; `watched`: modules wait for all of its parameters."""
-    firsts = [bucket.params[0] for bucket in plan.buckets]
-    alike = [members.params[index] for index in firsts]  # a bucket has one dtype
-    gradients = [distribution.reduce_dtype or gradient_dtype(param) for param in alike]
+    of_buckets = [[members.params[index] for index in bucket.params] for bucket in plan.buckets]
+    dtypes = [params[0].dtype for params in of_buckets]  # a bucket has one
+    gradients = [distribution.reduce_dtype or joint_gradient_dtype(params) for params in of_buckets]
     return PlacementShape(
         # A bucket is complete with the parameter that forward uses first.
-        places=tuple(members.places[index] for index in firsts),
-        transfers=bucket_transfers(plan, policy, gradients, [param.dtype for param in alike]),
+        places=tuple(members.places[bucket.params[0]] for bucket in plan.buckets),
+        transfers=bucket_transfers(plan, policy, gradients, dtypes),
         bucket_sizes=tuple(bucket.size for bucket in plan.buckets),
         agrees=True,
         reduces=distribution.grads == "local",

@@ -20,7 +20,7 @@ from samestep.kernels.choice import line_of
 from samestep.layout.boxes import HeldState, mesh_of
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
-from samestep.placements.whole.buffers import FlatParameters
+from samestep.placements.whole.buffers import FlatParameters, gradient_dtype
 from samestep.placements.whole.gathering import ParameterGatherer
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.piece_state import PieceState, StateEntry
@@ -93,6 +93,11 @@ class ReplicatedParameters(Placement):
         hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
         # The first difference is told: parameters and options come before the plan made of them.
         lines = [*distribution.lines(), f"divisor = {divisor}", *shares.parameter_lines()]
+        # Users may set `grad_dtype` of a parameter, which decides what is sent.
+        lines += [
+            f"{name}: gradients of {gradient_dtype(param)}"
+            for name, param in zip(self._names, params, strict=True)
+        ]
         lines += [*members.lines, *self._plan_lines, line_of(self.device), hosts]
         agree_on_plan(self._names, self.held.values(), lines, self._groups, flat=flat)
         # The ranks in the order of the plan's segments.

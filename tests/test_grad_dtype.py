@@ -115,7 +115,7 @@ def test_one_parameter_of_a_bucket_has_a_wider_gradient(buffers):
         layer = nn.Linear(3, 5, dtype=torch.bfloat16)
         if rank == 1:
             layer.bias.grad_dtype = torch.float32
-        with pytest.raises(RuntimeError, match="rank 1 has 'bias: gradients of torch.float32'"):
+        with pytest.raises(RuntimeError, match=r"rank 1 has 'bias: gradients of torch\.float32'"):
             samestep.AdamW(layer, master_weights=True, buffers=buffers)
         return found
 

@@ -51,7 +51,7 @@ class Distribution:
     stage_group: ranks of a pipeline, one of each stage, where `process_group` has those of this
         stage. Only scalars cross stages: norm, clipping and a skipped step are the whole model's,
         and if one stage cannot take a step, none does. What `metrics()` tells of groups is of this
-        stage.
+        stage. "none": there are no other stages, and a norm of what `process_group` holds is meant.
     crossover: parameters with fewer elements are updated by every rank. A number, or the
         receipt that `samestep bench crossover` wrote.
     bucket_size: elements that travel together; default: few large buckets where there are many
@@ -98,7 +98,7 @@ class Distribution:
     grad_dtype: torch.dtype | None = None
     process_group: dist.ProcessGroup | None = None
     outer_group: dist.ProcessGroup | None = None
-    stage_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | Literal["none"] | None = None
     crossover: int = 1024
     bucket_size: int | None = None
     ranks_per_host: int | None = None
@@ -160,7 +160,7 @@ class Distribution:
             "ranks that share this rank's state",
         )
         yield (
-            self.stage_group is not None and alone,
+            self.stage_group not in (None, "none") and alone,
             "stage_group has ranks of other pipeline stages, which hold other parameters: give "
             "process_group= too, the ranks of this stage (also if it is this rank alone)",
         )

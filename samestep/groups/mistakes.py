@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep.comm.events import has_passed, recorded_event
 from samestep.groups.param_groups import members, parameter_names
+from samestep.groups.pipelines import PipelineStages
 from samestep.rules.state import needs_master
 from samestep.tooling.warn import some, warn_user
 
@@ -263,16 +264,16 @@ class GradientEdits:
 
         Whether to look again before the next.
         """
-        edited = [self._is_edited(index, *seen) for index, seen in self._seen.items()]
+        edited = self._edited()
         self._seen.clear()
         self._steps_left -= 1
-        if edited and all(edited):
+        if edited:
             self._steps_left = 0
         if self._steps_left == 0:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-        if edited and all(edited):
+        if edited:
             warn_user(
                 "all gradients were changed between backward() and step(), before they were "
                 "averaged over ranks. If that was torch.nn.utils.clip_grad_norm_, every rank has "
@@ -284,11 +285,37 @@ class GradientEdits:
             )
         return self._steps_left > 0
 
-    def _is_edited(self, index: int, address: int, version: int) -> bool:
-        grad = self._params[index].grad
-        if grad is None or grad.layout != torch.strided:
+    def _edited(self) -> bool:
+        """Whether somebody has edited all of them, beyond what schedules of pipelines do."""
+        times = {index: self._writes(index, *seen) for index, seen in self._seen.items()}
+        if not all(times.values()):
             return False
-        return grad.data_ptr() == address and grad._version != version
+        known = PipelineStages(self._params).edits()
+        for index in list(times):
+            expected = known.get(self._params[index], 0)
+            if expected is None:
+                del times[index]
+            else:
+                times[index] = max(0, times[index] - expected)
+        return bool(times) and all(times.values())
+
+    def _writes(self, index: int, address: int, version: int) -> int:
+        """How often a gradient was written to since backward was done with it."""
+        grad = self._params[index].grad
+        if grad is None or grad.layout != torch.strided or grad.data_ptr() != address:
+            return 0
+        return grad._version - version
+
+
+def warn_of_reductions_in_step() -> None:
+    """For overlap_grad_reduce=True beside a schedule that does not say which backward is last."""
+    warn_user(
+        "overlap_grad_reduce=True reduces nothing inside backward here: a schedule of "
+        "torch.distributed.pipelining runs several backward passes, does not say which is the last, "
+        "and divides gradients after it. They are reduced in step() instead, with the same result. "
+        "samestep.parallel.Pipeline has 1F1B and interleaved with overlap; to silence this warning, "
+        "leave overlap_grad_reduce=True out"
+    )
 
 
 _ddp_modules: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()

@@ -20,6 +20,7 @@ from samestep.groups.mistakes import (
     is_ddp,
     refuse_late_group,
     warn_of_ddp,
+    warn_of_reductions_in_step,
 )
 from samestep.groups.param_groups import Group, members
 from samestep.layout.fused_rows import without_wrappers
@@ -67,6 +68,10 @@ class Adoption:
         watch.steps += 1
         if watch.steps == watch.next_look:
             watch.look_at_model(groups, self._default_rule)
+            if watch.steps == 1:
+                holds.refuse_unnamed_stages(groups)  # which may be younger than the optimizer
+                if any(shared.reducer.waits_for_step for shared in holds.shared):
+                    warn_of_reductions_in_step()
             if watch.steps == 1 and holds.distribution.grads == "local":
                 for shared in holds.shared:
                     names = (spec.name for spec in shared.plan.params)

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import maximum
-from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
+from samestep.comm.groups import GroupReduction, RankGroup, rank_group, ranks_text, registry
+from samestep.comm.integrity.agreement import gather_rows
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks
 from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
-from samestep.groups.param_groups import Group, blocks_of_group, parameter_names
+from samestep.groups.param_groups import Group, blocks_of_group, members, parameter_names
+from samestep.groups.pipelines import WAY_OF_STAGES, PipelineStages
 from samestep.groups.step_options import StepOptions
 from samestep.layout.blocks import Block
-from samestep.layout.boxes import local_of
+from samestep.layout.boxes import local_of, mesh_of
 from samestep.optimizer.full_values import FullValues
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
@@ -71,6 +73,7 @@ class Holdings:
         self.outer: RankGroup | None = None
         self.stages: RankGroup | None = None
         self.expects_no_group = not has_process_group()
+        self._leaves_out: str | None = None  # parameters of the model that are not in a norm
         if alone:
             self._new_plans()
         else:
@@ -91,8 +94,9 @@ class Holdings:
                     "process_group has one rank, so there is nothing to share inside it: leave it "
                     "and outer_group out"
                 )
-        if distribution.stage_group is not None:
+        if distribution.stage_group not in (None, "none"):
             self.stages = registry.of(distribution.stage_group)
+            _refuse_copies_as_stages(self.stages, self.ranks)
         self._new_plans()
 
     def _new_plans(self) -> None:
@@ -143,6 +147,7 @@ class Holdings:
     def share(self, indices: Iterable[int], groups: Sequence[Group], state: States) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
         wanted = list(indices)
+        self._look_for_stages(groups)
         planned = self.planner.plans(groups, wanted, self.blocks, self.reductions)
         made: States = {}
         for placement in planned:  # nothing is made before all are agreed on
@@ -155,6 +160,44 @@ class Holdings:
         # Parts last, whichever group came last.
         self.placed = sorted([*self.placed, *planned], key=lambda placed: placed.holds_parts)
         self._line_up()
+
+    def _look_for_stages(self, groups: Sequence[Group]) -> None:
+        """Raise if this is one of several pipeline stages, and the optimizer takes it for all."""
+        if self.distribution.stage_group is not None or not has_process_group():
+            return
+        self.refuse_unnamed_stages(groups)
+        clips = self._steps.max_grad_norm is not None
+        if self.distribution.process_group is not None:
+            self._leaves_out = ranks_outside(groups, self.ranks, self.outer)
+        elif self.ranks is not None and (clips or self.distribution.grads == "local"):
+            self._leaves_out = parameters_elsewhere(groups, self.ranks)
+        if clips:
+            self.refuse_norm_of_a_part(f"max_grad_norm={self._steps.max_grad_norm:g}")
+
+    def refuse_unnamed_stages(self, groups: Sequence[Group]) -> None:
+        """Raise if torch's pipelining has other stages of this model, and nobody has said so."""
+        if self.distribution.stage_group is not None or not has_process_group():
+            return
+        alone = self.distribution.process_group is not None
+        if alone and self._steps.max_grad_norm is None:
+            return
+        params = [param for group in groups for param in group["params"]]
+        stage = PipelineStages(params).beside()
+        if stage is None or (not alone and all(mesh_of(param) is not None for param in params)):
+            return
+        raise ValueError(
+            f"this optimizer has parameters of stage {stage.stage_index} of a pipeline of "
+            f"{stage.num_stages}, and takes them for the whole model. {WAY_OF_STAGES}"
+        )
+
+    def refuse_norm_of_a_part(self, what: str) -> None:
+        """Raise if a norm of this optimizer's gradients may not be that of the whole model."""
+        if self._leaves_out is not None:
+            raise ValueError(
+                f"{what} needs the norm of the whole model, and {self._leaves_out}. "
+                f"{WAY_OF_STAGES}. If they train another model, or hold copies of these "
+                'parameters, say stage_group="none"'
+            )
 
     def _plan_all(self, groups: Sequence[Group], state: States) -> None:
         for index, group in enumerate(groups):
@@ -287,6 +330,60 @@ class Holdings:
             return ""
         text = "\n".join(line for placement in self.placed for line in placement.lines())
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse_copies_as_stages(stages: RankGroup, ranks: RankGroup | None) -> None:
+    """Raise if several ranks of one stage are among those of which each counts in a norm."""
+    both = set() if ranks is None else set(stages.members) & set(ranks.members)
+    if len(both) > 1:
+        raise ValueError(
+            f"stage_group has {ranks_text(sorted(both))}, which share one stage as process_group "
+            "has it, so that the norm would count that stage several times: give stage_group= one "
+            "rank of each stage, as each pipeline has them"
+        )
+
+
+def ranks_outside(
+    groups: Sequence[Group], ranks: RankGroup | None, outer: RankGroup | None
+) -> str | None:
+    """Ranks of the world that neither share these parameters nor have other parts of them.
+
+    Told as what may be missing in a norm; None: there are none. Ranks are taken to lie in a grid, of
+    which process groups and meshes of DTensors are axes. Nothing travels.
+    """
+    world = registry.of()
+    mine = {world.members[world.rank]} if ranks is None else set(ranks.members)
+    known = len(mine) * (1 if outer is None else outer.size)
+    meshes = {mesh_of(param) for group in groups for param in group["params"]} - {None}
+    beside = [known]
+    for mesh in meshes:
+        assert mesh is not None
+        held = set(mesh.mesh.flatten().tolist())
+        beside.append(known * len(held) // max(1, len(held & mine)))
+    if max(beside) >= world.size:
+        return None
+    return (
+        f"process_group has {ranks_text(sorted(mine))} of {world.size}: the others may hold other "
+        "parameters"
+    )
+
+
+def parameters_elsewhere(groups: Sequence[Group], ranks: RankGroup) -> str | None:
+    """Whether ranks hold DTensors of other names, told as what is missing in a norm.
+
+    Collective, unless a mesh has all ranks: then nothing travels.
+    """
+    named = [(name, param) for _, name, param in members(groups) if mesh_of(param) is not None]
+    meshes = {mesh_of(param) for _, param in named}
+    if not named or any(set(m.mesh.flatten().tolist()) >= set(ranks.members) for m in meshes if m):
+        return None
+    digest = hashlib.sha256("\n".join(sorted(name for name, _ in named)).encode()).digest()
+    row = torch.tensor(list(digest), dtype=torch.uint8, device=local_of(named[0][1]).device)
+    rows = [
+        bytes(row.tolist()) for row in gather_rows("comparison of who holds DTensors", row, ranks)
+    ]
+    other = [rank for rank, row in zip(ranks.members, rows, strict=True) if row != digest]
+    return f"{ranks_text(other)} hold other parameters" if other else None
 
 
 def groups_before(swapped: Mapping[Tensor, Tensor], groups: Sequence[Group]) -> list[Group]:

@@ -128,6 +128,8 @@ class StepRunner:
         inverse_scale: Tensor | None = None,
     ) -> None:
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
+        if inverse_scale is not None:
+            self._holds.refuse_norm_of_a_part("the scale of a GradScaler")
         self._groups = groups
         self._placements = placements = self._holds.placements
         self._device: torch.device = groups[0]["params"][0].device

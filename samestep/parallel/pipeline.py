@@ -52,6 +52,8 @@ GPT_STAGES = StagePlan(block=_gpt_block)
 class Stage(PipelineStage):
     """Tells whoever reduces gradients inside backward which micro-batch is the last."""
 
+    announces_last_backward = True  # see `samestep.groups.pipelines`
+
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,

@@ -13,10 +13,13 @@ class RanksDisagreeError(RuntimeError):
     """Ranks that must have the same have not. Raised on every rank, with the first difference."""
 
 
-def require_same_lines(what: str, lines: list[str], group: RankGroup, device: torch.device) -> None:
+def require_same_lines(
+    what: str, lines: list[str], group: RankGroup, device: torch.device, way_out: str = ""
+) -> None:
     """Raise on every rank, naming the first difference, unless all ranks give the same lines.
 
-    A digest is compared first; the lines travel only if digests differ.
+    A digest is compared first; the lines travel only if digests differ. `way_out`: for ranks that
+    differ on purpose.
     """
     name = f"comparison of the {what}"
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -32,7 +35,7 @@ def require_same_lines(what: str, lines: list[str], group: RankGroup, device: to
             raise RanksDisagreeError(
                 f"the {what} differs between ranks: rank {group.members[0]} has "
                 f"{entries[0]!r}, rank {group.members[other]} has {entries[other]!r}. Build the "
-                "same model and optimizer, in the same order, on every rank"
+                "same model and optimizer, in the same order, on every rank" + way_out
             )
 
 

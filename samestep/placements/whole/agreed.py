@@ -12,6 +12,7 @@ from samestep.comm.collectives import from_first
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
+from samestep.groups.pipelines import WAY_OF_STAGES
 from samestep.placements.whole.buffers import overlapping
 from samestep.tooling.warn import some, warn_user
 
@@ -40,7 +41,7 @@ def agree_on_plan(
     if flat:
         facts.append(f"in the same memory: {shared}")
     for ranks in groups:
-        require_same_lines("plan", [*lines, *facts], ranks, device)
+        require_same_lines("plan", [*lines, *facts], ranks, device, f". {WAY_OF_STAGES}")
     if strided:
         raise ValueError(
             f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "

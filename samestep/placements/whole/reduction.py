@@ -19,6 +19,7 @@ from samestep.comm.collectives import Pending, add_up, gather_segments
 from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
+from samestep.groups.pipelines import PipelineStages
 from samestep.placements.whole.buffers import FlatGradients, PackedGradients
 from samestep.placements.whole.held_tensors import REPLICATED, HeldTensors
 from samestep.placements.whole.launch_order import LaunchOrder
@@ -106,6 +107,7 @@ class GradientReducer:
         self._flying: dict[int, Pending[Tensor]] = {}
         self._divided: set[int] = set()  # buckets on their way that were divided first
         self._hooked: set[int] = set()
+        self._unannounced: set[Tensor] | None = None  # see `_is_last`
         self.paused = False
         self.problem: Problem | None = None
         self.here = [False] * len(params)
@@ -150,7 +152,7 @@ class GradientReducer:
         if not self._distribution.overlap_grad_reduce:
             return
         self._order.gradient_arrived()
-        if self.paused or self._params[index] in _unfinished:
+        if self.paused or not self._is_last(self._params[index]):
             return
         if self._first_bucket[index] < self.launched:
             raise RuntimeError(
@@ -162,6 +164,21 @@ class GradientReducer:
         for number in self._buckets_of(index):
             awaited[number].discard(index)
         self._order.launch_complete()
+
+    def _is_last(self, param: Tensor) -> bool:
+        """Whether this may be the last backward pass of a parameter in its step.
+
+        Of torch's own pipeline stages nobody knows, and their schedule divides gradients after it:
+        theirs are reduced in the step.
+        """
+        if self._unannounced is None:
+            self._unannounced = PipelineStages(self._params).silent()
+        return param not in _unfinished and param not in self._unannounced
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether gradients that came inside backward were kept, for a pipeline's sake."""
+        return bool(self._unannounced)
 
     def is_complete(self, bucket: int) -> bool:
         """Whether every gradient of a bucket that backward may give has arrived."""

@@ -1,0 +1,81 @@
+"""Pipelines of torch.distributed.pipelining that train the parameters of an optimizer.
+
+A stage leaves no mark on its parameters, and a schedule none on its stages, so objects are looked
+through, in a process that has imported that module and at few moments: when an optimizer is built,
+in its first step, and before a warning of edited gradients. Attributes with an underscore are
+torch's; there is no public way to ask a schedule for them.
+"""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+WAY_OF_STAGES = (
+    "For stages of a pipeline pass process_group=, the ranks that hold this stage (also if it is "
+    "this rank alone), and stage_group=, one rank of each stage (the group= of a PipelineStage)"
+)
+_PIPELINING = "torch.distributed.pipelining"
+
+
+class PipelineStages:
+    """The stages and schedules of this process that hold any of some parameters."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        wanted = set(params)
+        self.stages: list[Any] = []
+        self._schedules: list[Any] = []
+        if _PIPELINING not in sys.modules or not wanted:
+            return
+        from torch.distributed.pipelining.schedules import _PipelineSchedule
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+
+        for found in gc.get_objects():
+            if issubclass(type(found), _PipelineStageBase):
+                # Without a module: its construction has failed.
+                if not wanted.isdisjoint(_params(found)):
+                    self.stages.append(found)
+            elif issubclass(type(found), _PipelineSchedule):
+                self._schedules.append(found)
+
+    def beside(self) -> Any:
+        """A stage that has others on other ranks; None: there is none."""
+        return next((s for s in self.stages if s.num_stages > 1 and s.group_size > 1), None)
+
+    def silent(self) -> set[Tensor]:
+        """Parameters whose stage does not say which backward of a step is the last one."""
+        stages = [s for s in self.stages if not getattr(s, "announces_last_backward", False)]
+        return {param for stage in stages for param in _params(stage)}
+
+    def edits(self) -> dict[Tensor, int | None]:
+        """How often schedules write to the gradient of a parameter after its last backward hook.
+
+        Once if they divide it by the number of micro-batches. None: nobody knows, where backward of
+        weights comes by itself (ZeroBubble), which calls no hooks.
+        """
+        found: dict[Tensor, int | None] = {}
+        for schedule in self._schedules:
+            times: int | None = 0
+            if schedule.scale_grads and schedule._n_microbatches > 1:
+                times = 1
+            if _parts_backward(schedule):
+                times = None
+            for stage in getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]:
+                if stage in self.stages:
+                    found.update(dict.fromkeys(_params(stage), times))
+        return found
+
+
+def _params(stage: Any) -> Iterator[Tensor]:
+    module = getattr(stage, "submod", None)
+    return iter(()) if module is None else module.parameters()
+
+
+def _parts_backward(schedule: Any) -> bool:
+    """Whether backward of some micro-batch is cut into that of inputs and that of weights."""
+    order = schedule.pipeline_order or {}  # of GPipe there is none
+    actions = [action for of_rank in order.values() for action in of_rank if action is not None]
+    actions += [part for action in actions for part in getattr(action, "sub_actions", None) or ()]
+    return any(action.computation_type.value in ("I", "W") for action in actions)

@@ -859,10 +859,11 @@ def test_adamw_has_the_bits_of_torch():
 
 
 def test_another_model_on_other_ranks():
-    """As in a pipeline: two stages of two ranks each, which have no parameter in common."""
+    """Two models on two ranks each, which have no parameter in common."""
 
     def run(options, stage, model, ranks, process_group=None):
         own = {**OPTIONS, **options} if stage else {"lr": 1e-2, **options}
+        own["stage_group"] = "none"  # each has its norm
         opt = samestep.MuonAdamW(model, process_group=process_group, **own)
         if stage:
             return train(model, opt, ranks)

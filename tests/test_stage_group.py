@@ -1,9 +1,15 @@
 """`stage_group`: ranks that hold other parameters of the same model; only scalars cross."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import samestep
 from samestep.comm.presence import RankProblemError
@@ -241,3 +247,115 @@ def test_parameters_that_some_ranks_have_swapped():
         assert any("replaced by another tensor on rank" in text for text in found), who
     for expected, found in zip(plain, swapped, strict=True):
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+# --- stages that nobody has named ----------------------------------------------------------------
+
+
+def block(stage):
+    """A stage as a module of one linear layer: both have the same names, and other shapes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4 + 4 * stage, 8 - 4 * stage))
+
+
+def refused(build, error=ValueError):
+    with pytest.raises(error) as raised:
+        build()
+    return str(raised.value)
+
+
+def test_a_norm_that_leaves_out_stages_is_refused_on_every_rank():
+    """By clipping and by a scaler; plain, FSDP2 and tensor parallel; with process_group and not."""
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+        stage, beside = rank // 2, mesh["data"].get_group()
+        pipe = mesh["pipe"].get_group()
+        alone_here = [dist.new_group([other]) for other in range(4)][rank]
+        clips = {"max_grad_norm": 0.1}
+
+        def plain():
+            return block(stage)
+
+        def sharded():
+            part = nn.Sequential(OrderedDict({f"layer{stage}": block(stage)}))
+            return fully_shard(part, mesh=mesh["data"])
+
+        def cut():
+            part = nn.ModuleDict({f"layer{stage}": nn.Linear(8, 8, bias=False)})
+            return parallelize_module(part, mesh["data"], {f"layer{stage}": ColwiseParallel()})
+
+        for model in (plain, sharded, cut):
+            for group in (beside, alone_here) if model is plain else (beside,):
+                text = refused(
+                    lambda m=model, g=group: samestep.MuonAdamW(m(), process_group=g, **clips)
+                )
+                assert "max_grad_norm=0.1 needs the norm of the whole model" in text
+                assert "of 4: the others may hold other parameters" in text
+                assert "stage_group=, one rank of each stage" in text
+                assert 'say stage_group="none"' in text
+        for model in (sharded, cut):
+            text = refused(lambda m=model: samestep.MuonAdamW(m(), **clips))
+            others = "ranks 2, 3" if stage == 0 else "ranks 0, 1"
+            assert f"{others} hold other parameters" in text
+            samestep.MuonAdamW(model())  # nothing asks for a norm
+        text = refused(lambda: samestep.MuonAdamW(sharded(), grads="reduced", max_grad_norm=0.1))
+        assert "hold other parameters. For stages" in text
+        text = refused(lambda: samestep.MuonAdamW(plain()), RuntimeError)
+        assert "rank 2 has '0.weight: (4, 8)" in text
+        assert "stage_group=, one rank of each stage" in text
+        # Meant, or right.
+        samestep.MuonAdamW(plain(), process_group=beside, stage_group="none", **clips)
+        samestep.MuonAdamW(sharded(), stage_group="none", **clips)
+        samestep.MuonAdamW(sharded(), process_group=beside, stage_group=pipe, **clips)
+        samestep.MuonAdamW(block(0), process_group=beside, outer_group=pipe, **clips)
+        everywhere = fully_shard(block(0))
+        samestep.MuonAdamW(everywhere, process_group=beside, **clips)  # its mesh has all ranks
+        # A stage that counts twice is no norm of the whole model either.
+        text = refused(
+            lambda: samestep.MuonAdamW(
+                plain(), process_group=beside, stage_group=dist.group.WORLD, **clips
+            )
+        )
+        assert "would count that stage several times" in text
+        # A scaler decides by the same norm.
+        part = plain()
+        opt = samestep.MuonAdamW(part, process_group=beside)
+        scaler = samestep.GradScaler(device="cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        for param in part.parameters():
+            param.grad = torch.ones_like(param)
+        assert "the scale of a GradScaler needs the norm" in refused(lambda: scaler.step(opt))
+        opt.step()
+        return True
+
+    assert all(run_forked(4, job))
+
+
+def test_stages_that_look_alike_are_known_by_torchs_pipelining():
+    """Both have parameters of the same names and shapes: they would be taken for copies."""
+
+    def job(rank):
+        def stage_of_torch(part):
+            return PipelineStage(part, rank, 2, torch.device("cpu"))
+
+        part = nn.Linear(4, 4)
+        of_torch = stage_of_torch(part)
+        texts = [refused(lambda: samestep.MuonAdamW(part))]
+        alone_here = [dist.new_group([other]) for other in range(2)][rank]
+        samestep.MuonAdamW(part, process_group=alone_here)
+        samestep.MuonAdamW(
+            part, process_group=alone_here, stage_group=dist.group.WORLD, max_grad_norm=1.0
+        )
+        younger = nn.Linear(4, 4)  # than its optimizer
+        opt = samestep.MuonAdamW(younger, strict=False, grads="reduced")
+        of_torch = [of_torch, stage_of_torch(younger)]
+        for param in younger.parameters():
+            param.grad = torch.ones_like(param)
+        texts.append(refused(opt.step))
+        return texts
+
+    for rank, texts in enumerate(run_forked(2, job)):
+        for text in texts:
+            assert f"parameters of stage {rank} of a pipeline of 2" in text
+            assert "stage_group=, one rank of each stage" in text

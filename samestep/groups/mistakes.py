@@ -311,10 +311,10 @@ def warn_of_reductions_in_step() -> None:
     """For overlap_grad_reduce=True beside a schedule that does not say which backward is last."""
     warn_user(
         "overlap_grad_reduce=True reduces nothing inside backward here: a schedule of "
-        "torch.distributed.pipelining runs several backward passes, does not say which is the last, "
-        "and divides gradients after it. They are reduced in step() instead, with the same result. "
-        "samestep.parallel.Pipeline has 1F1B and interleaved with overlap; to silence this warning, "
-        "leave overlap_grad_reduce=True out"
+        "torch.distributed.pipelining runs several backward passes, does not say which is the "
+        "last, and divides gradients after it. They are reduced in step() instead, with the same "
+        "result. samestep.parallel.Pipeline has 1F1B and interleaved with overlap; to silence this "
+        "warning, leave overlap_grad_reduce=True out"
     )
 
 

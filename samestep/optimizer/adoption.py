@@ -70,7 +70,8 @@ class Adoption:
             watch.look_at_model(groups, self._default_rule)
             if watch.steps == 1:
                 holds.refuse_unnamed_stages(groups)  # which may be younger than the optimizer
-                if any(shared.reducer.waits_for_step for shared in holds.shared):
+                overlaps = holds.distribution.overlap_grad_reduce
+                if overlaps and any(shared.reducer.unannounced for shared in holds.shared):
                     warn_of_reductions_in_step()
             if watch.steps == 1 and holds.distribution.grads == "local":
                 for shared in holds.shared:

@@ -94,8 +94,9 @@ class Holdings:
                     "process_group has one rank, so there is nothing to share inside it: leave it "
                     "and outer_group out"
                 )
-        if distribution.stage_group not in (None, "none"):
-            self.stages = registry.of(distribution.stage_group)
+        stages = distribution.stage_group
+        if stages is not None and not isinstance(stages, str):
+            self.stages = registry.of(stages)
             _refuse_copies_as_stages(self.stages, self.ranks)
         self._new_plans()
 
@@ -348,8 +349,8 @@ def ranks_outside(
 ) -> str | None:
     """Ranks of the world that neither share these parameters nor have other parts of them.
 
-    Told as what may be missing in a norm; None: there are none. Ranks are taken to lie in a grid, of
-    which process groups and meshes of DTensors are axes. Nothing travels.
+    Told as what may be missing in a norm; None: there are none. Ranks are taken to lie in a grid,
+    of which process groups and meshes of DTensors are axes. Nothing travels.
     """
     world = registry.of()
     mine = {world.members[world.rank]} if ranks is None else set(ranks.members)
@@ -369,7 +370,7 @@ def ranks_outside(
 
 
 def parameters_elsewhere(groups: Sequence[Group], ranks: RankGroup) -> str | None:
-    """Whether ranks hold DTensors of other names, told as what is missing in a norm.
+    """Whether ranks hold DTensors of other names or shapes, told as what is missing in a norm.
 
     Collective, unless a mesh has all ranks: then nothing travels.
     """
@@ -377,7 +378,8 @@ def parameters_elsewhere(groups: Sequence[Group], ranks: RankGroup) -> str | Non
     meshes = {mesh_of(param) for _, param in named}
     if not named or any(set(m.mesh.flatten().tolist()) >= set(ranks.members) for m in meshes if m):
         return None
-    digest = hashlib.sha256("\n".join(sorted(name for name, _ in named)).encode()).digest()
+    lines = sorted(f"{name}: {tuple(param.shape)}" for name, param in named)
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
     row = torch.tensor(list(digest), dtype=torch.uint8, device=local_of(named[0][1]).device)
     rows = [
         bytes(row.tolist()) for row in gather_rows("comparison of who holds DTensors", row, ranks)

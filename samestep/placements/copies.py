@@ -24,7 +24,6 @@ from torch import Tensor
 
 from samestep.comm.groups import RankGroup, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
-from samestep.groups.pipelines import WAY_OF_STAGES
 from samestep.layout.boxes import mesh_of
 from samestep.tooling.warn import some
 

@@ -107,7 +107,7 @@ class GradientReducer:
         self._flying: dict[int, Pending[Tensor]] = {}
         self._divided: set[int] = set()  # buckets on their way that were divided first
         self._hooked: set[int] = set()
-        self._unannounced: set[Tensor] | None = None  # see `_is_last`
+        self._unannounced: set[Tensor] | None = None  # see `unannounced`
         self.paused = False
         self.problem: Problem | None = None
         self.here = [False] * len(params)
@@ -166,19 +166,19 @@ class GradientReducer:
         self._order.launch_complete()
 
     def _is_last(self, param: Tensor) -> bool:
-        """Whether this may be the last backward pass of a parameter in its step.
+        """Whether this may be the last backward pass of a parameter in its step."""
+        return param not in _unfinished and param not in self.unannounced
 
-        Of torch's own pipeline stages nobody knows, and their schedule divides gradients after it:
-        theirs are reduced in the step.
+    @property
+    def unannounced(self) -> set[Tensor]:
+        """Parameters of which nobody says which backward pass is the last, once there was one.
+
+        Those of torch's own pipeline stages, whose schedule divides gradients after it: they are
+        reduced in the step.
         """
         if self._unannounced is None:
             self._unannounced = PipelineStages(self._params).silent()
-        return param not in _unfinished and param not in self._unannounced
-
-    @property
-    def waits_for_step(self) -> bool:
-        """Whether gradients that came inside backward were kept, for a pipeline's sake."""
-        return bool(self._unannounced)
+        return self._unannounced
 
     def is_complete(self, bucket: int) -> bool:
         """Whether every gradient of a bucket that backward may give has arrived."""

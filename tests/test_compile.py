@@ -388,6 +388,27 @@ def test_saved_loaded_and_copied(make):
         assert_same_bits(each, its_params, plain, plain_params)
 
 
+def test_a_step_inside_a_compiled_function_is_left_to_itself():
+    """No graph, and no trace of it either; whoever wants one graph is told what to do."""
+    params, expected = draw_parameters(SHAPES), draw_parameters(SHAPES)
+    optimizer, reference = both_rules(params), both_rules(expected)
+
+    def training_step() -> Tensor:
+        optimizer.step()
+        return torch.ones(2) * 2
+
+    compiled = torch.compile(training_step, backend="eager")
+    for step in range(2):
+        give_gradients(step, params, expected)
+        assert compiled().tolist() == [2, 2]
+        reference.step()
+        assert_same_bits(optimizer, params, reference, expected)
+    torch._dynamo.reset()
+    whole = torch.compile(optimizer.step, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="give the optimizer compile=True"):
+        whole()
+
+
 # --- The real compiler ---------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -129,30 +130,216 @@ def test_a_rule_of_ones_own_may_have_an_option_of_any_name(monkeypatch: pytest.M
     assert opt.param_groups[0]["mu"] == 0.25
 
 
-@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
-def test_what_schedulers_and_files_of_torch_put_into_groups_is_no_mistake(kind: str):
-    def trained(start: int) -> tuple[samestep.MuonAdamW, Any]:
-        opt = build({"rule": "muon"}, {"rule": "adamw"})
-        if kind == "OneCycleLR":
-            schedule: Any = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=9)
-        else:
-            schedule = torch.optim.lr_scheduler.CyclicLR(opt, 0.01, 0.1)
-        for _ in range(start):
-            for group in opt.param_groups:
-                group["params"][0].grad = torch.ones(4, 4)
-            opt.step()
-            schedule.step()
-        return opt, schedule
+def cycled(kind: str, opt: torch.optim.Optimizer) -> Any:
+    if kind == "OneCycleLR":
+        return torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=9)
+    return torch.optim.lr_scheduler.CyclicLR(opt, 0.01, 0.1, 4)
 
-    opt, _ = trained(3)
-    assert "momentum" in opt.param_groups[1]  # of the rule "adamw"
-    again, _ = trained(0)
-    again.load_state_dict(opt.state_dict())
-    theirs = torch.optim.AdamW([nn.Parameter(torch.ones(3))], amsgrad=False)
+
+def train(opt: torch.optim.Optimizer, schedule: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        for group in opt.param_groups:
+            group["params"][0].grad = torch.linspace(-1, 2, 16).view(4, 4).cos()
+        opt.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_schedulers_cycle_beta1_of_adamw_as_torch_does(kind: str, tensors: bool):
+    """In every kind of optimizer, step by step, and after resuming in the middle."""
+
+    def matrix() -> nn.Parameter:
+        return nn.Parameter(torch.eye(4) + 1)
+
+    number: Any = torch.tensor if tensors else float  # schedulers write into tensors
+
+    def of_adamw() -> dict[str, Any]:
+        betas = (number(0.9), number(0.99))
+        return {"params": [matrix()], "lr": number(0.01), "weight_decay": 0.1, "betas": betas}
+
+    def of_muon() -> dict[str, Any]:
+        return {"params": [matrix()], "rule": "muon", "lr": number(0.01)}
+
+    reference = torch.optim.AdamW([of_adamw()], foreach=False)
+
+    def ours() -> tuple[Any, ...]:
+        return (
+            samestep.MuonAdamW([of_muon(), {**of_adamw(), "rule": "adamw"}]),
+            samestep.Muon([of_muon(), {**of_adamw(), "rule": "adamw"}]),
+            samestep.AdamW([of_muon(), of_adamw()]),
+            samestep.AdamW([of_adamw()]),
+        )
+
+    theirs = cycled(kind, reference)
+    optimizers = ours()
+    schedules = [cycled(kind, opt) for opt in optimizers]
+    saved: list[Any] = []
+    for step in range(8):
+        (wanted,) = reference.param_groups
+        for opt in optimizers:
+            *muon, adamw = opt.param_groups
+            assert [*map(float, adamw["betas"])] == pytest.approx([*map(float, wanted["betas"])])
+            assert float(adamw["lr"]) == pytest.approx(float(wanted["lr"]))
+            assert "momentum" not in adamw
+            for group in muon:
+                assert group["momentum"] == pytest.approx(float(wanted["betas"][0]))
+                assert "betas" not in group
+        if step == 4:  # they go on from what was saved
+            saved = [copy.deepcopy((o.state_dict(), s.state_dict())) for o, s in
+                     zip(optimizers, schedules, strict=True)]  # fmt: skip
+            again = ours()
+            schedules = [cycled(kind, opt) for opt in again]
+            for new, old, schedule, (state, times) in zip(
+                again, optimizers, schedules, saved, strict=True
+            ):
+                new.load_state_dict(state)
+                schedule.load_state_dict(times)
+                for one, other in zip(new.param_groups, old.param_groups, strict=True):
+                    for mine, before in zip(one["params"], other["params"], strict=True):
+                        mine.data.copy_(before.data)
+            optimizers = again
+        for opt, schedule in zip(optimizers, schedules, strict=True):
+            train(opt, schedule)
+        train(reference, theirs)
+    (expected,) = reference.param_groups[0]["params"]
+    for opt in optimizers:
+        assert torch.allclose(opt.param_groups[-1]["params"][0], expected, atol=1e-6)
+
+
+def test_schedulers_of_rates_alone_leave_momentum_alone():
+    opt = build({"rule": "muon"}, {"rule": "adamw"})
+    kinds = torch.optim.lr_scheduler
+    for schedule in (
+        kinds.LambdaLR(opt, [lambda step: 0.9**step, lambda step: 0.5**step]),
+        kinds.OneCycleLR(opt, [0.1, 0.2], total_steps=9, cycle_momentum=False),
+        kinds.CosineAnnealingLR(opt, 5),
+    ):
+        train(opt, schedule, 2)
+    muon, adamw = opt.param_groups
+    assert (muon["momentum"], adamw["betas"]) == (0.95, (0.9, 0.95))
+    assert muon["lr"] != adamw["lr"]
+
+
+def test_momentum_that_is_written_by_hand_into_a_group_without_it_is_refused():
+    """Whoever schedules Muon's momentum in all groups does not mean AdamW's betas."""
+    opt = build({"rule": "muon"}, {"rule": "adamw"})
+    for group in opt.param_groups:
+        group["momentum"] = 0.9
+        group["params"][0].grad = torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"param_groups\[1\]: 'momentum' is no option of rule"):
+        opt.step()
+
+
+def test_files_of_torch_are_loaded_without_how_torch_computed():
+    theirs = torch.optim.AdamW([nn.Parameter(torch.ones(3))], foreach=True, capturable=False)
+    state = theirs.state_dict()
+    state["param_groups"][0] |= {"capturable": True, "differentiable": True}
     ours = samestep.AdamW([nn.Parameter(torch.ones(3))])
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(state)
+    ours.param_groups[0]["params"][0].grad = torch.ones(3)
+    ours.step()
     matrix = torch.optim.Muon([nn.Parameter(torch.ones(3, 3))])
     samestep.Muon([nn.Parameter(torch.ones(3, 3))]).load_state_dict(matrix.state_dict())
+    for decay in (0.0, 0.1):
+        coupled = torch.optim.Adam([nn.Parameter(torch.ones(3))], weight_decay=decay).state_dict()
+        if decay == 0:
+            ours.load_state_dict(coupled)
+            continue
+        with pytest.raises(ValueError, match=r"decoupled_weight_decay.*decay_form"):
+            ours.load_state_dict(coupled)
+
+
+def test_a_file_with_the_momentum_that_a_scheduler_wrote_beside_betas():
+    """Those of versions that let it write there: nobody has read it."""
+    opt = build({"rule": "muon"}, {"rule": "adamw"})
+    state = opt.state_dict()
+    state["param_groups"][1]["momentum"] = 0.85
+    opt.load_state_dict(state)
+    assert opt.param_groups[1]["betas"] == (0.9, 0.95)
+    assert "momentum" not in opt.param_groups[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("capturable", True, "cuda_graph=True"),
+        ("differentiable", True, "take torch's"),
+        ("fused", True, "no option of rule 'muon' but of rule 'adamw'"),
+        ("betas", (0.9, 0.95), "no option of rule 'muon'"),
+        ("max_grad_norm", 1.0, "concerns the whole optimizer"),
+        ("mu", 0.9, 'write "momentum"'),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused_when_it_is_set_later(key, value, says):
+    opt = build({"rule": "muon"})
+    param = opt.param_groups[0]["params"][0]
+    before = param.clone()
+    param.grad = torch.ones(4, 4)
+    opt.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=rf"param_groups\[0\]: .*{re.escape(says)}"):
+        opt.step()
+    assert torch.equal(param, before)
+    del opt.param_groups[0][key]
+    opt.step()
+    for harmless in (None, False):
+        opt.param_groups[0]["capturable"] = harmless
+        opt.step()
+
+
+LIST = {
+    "append": lambda groups: groups.append({"params": [nn.Parameter(torch.ones(4, 4))]}),
+    "extend": lambda groups: groups.extend(groups),
+    "append nonsense": lambda groups: groups.append("nonsense"),
+    "pop": lambda groups: groups.pop(),
+    "clear": lambda groups: groups.clear(),
+    "params": lambda groups: groups[0]["params"].append(nn.Parameter(torch.ones(4, 4))),
+}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("case", LIST)
+def test_groups_put_into_the_list_are_told_of_add_param_group(case: str, deferred: bool):
+    def changed() -> samestep.MuonAdamW:
+        named = [("a", nn.Parameter(torch.ones(4, 4))), ("b", nn.Parameter(torch.ones(4)))]
+        opt = samestep.MuonAdamW(named, deferred=deferred)
+        LIST[case](opt.param_groups)
+        return opt
+
+    says = "cannot be taken out" if case in ("pop", "clear") else "add_param_group"
+    for use in ("step", "table"):
+        with pytest.raises(RuntimeError, match=says):
+            getattr(changed(), use)()
+    if case == "extend":  # torch saves the same group twice, and its own tests ask for it
+        saved = changed().state_dict()["param_groups"]
+        assert saved[:2] == saved[2:]
+    elif not (deferred and case == "params"):
+        with pytest.raises(RuntimeError, match=says):
+            changed().state_dict()
+
+
+def test_nanochats_loop_runs_as_it_is():
+    """`base_train.py` reads keys that its own optimizer has set."""
+    opt = samestep.MuonAdamW(nn.Sequential(nn.Linear(4, 4)), preset="nanochat", lr=None)
+    first = [group["lr"] for group in opt.param_groups]
+    for multiplier in (0.5, 0.25):
+        for group in opt.param_groups:
+            group["lr"] = group["initial_lr"] * multiplier
+            if group["kind"] == "muon":
+                group["momentum"] = 0.9
+        for group in opt.param_groups:
+            for param in group["params"]:
+                param.grad = torch.ones_like(param)
+        opt.step()
+        assert [group["lr"] for group in opt.param_groups] == [multiplier * lr for lr in first]
+        opt.load_state_dict(opt.state_dict())
+    assert [group["initial_lr"] for group in opt.param_groups] == first
+    plain = build({"rule": "muon", "lr": torch.tensor(0.5)}).param_groups[0]
+    assert "initial_lr" not in plain
+    plain["lr"].mul_(plain["initial_lr"])
+    assert plain["initial_lr"] == 0.5
+    with pytest.raises(KeyError, match="no_such_key"):
+        plain["no_such_key"]
 
 
 KINDS = [samestep.MuonAdamW, samestep.Muon, samestep.AdamW]

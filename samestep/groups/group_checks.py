@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.param_groups import (
     Group,
     check,
@@ -57,8 +58,8 @@ class GroupChecks:
         groups (accelerate with FSDP2 does). Raises unless each is as large as the one before.
         """
         found = {}
-        for index, group in enumerate(groups):
-            before = self._counted(index, group)
+        for index, group in enumerate(groups[: len(self._params)]):
+            before = self.counted(index, group)
             names = parameter_names(group, index)
             for name, old, new in zip(names, before, group["params"], strict=True):
                 if new is not old and new.shape != old.shape:
@@ -75,13 +76,16 @@ class GroupChecks:
             )
         return None if all(old is new for old, new in found.items()) else found
 
-    def _counted(self, index: int, group: Group) -> list[Tensor]:
+    def counted(self, index: int, group: Group) -> list[Tensor]:
         """The parameters that a group was built with; raises if it has more or fewer now."""
         before = self._params[index]
-        if len(before) != len(group["params"]):
+        now: object = group.get("params")
+        count = len(now) if isinstance(now, list | tuple) else None
+        if count != len(before):
+            has = f"a {type(now).__name__} now" if count is None else f"{count} now"
             raise UnknownParameterError(
                 f"param_groups[{index}] was built with {len(before)} parameters and has "
-                f"{len(group['params'])} now: add parameters through add_param_group"
+                f"{has}: add parameters through add_param_group"
             )
         return before
 
@@ -103,6 +107,7 @@ class GroupChecks:
         if group.get("rule") == planned["rule"]:
             with naming_group(index):
                 check(group)
+                refuse_lost_keys(group)
         changes = decisive_changes(planned, group)
         if changes:
             raise RuntimeError(
@@ -111,7 +116,7 @@ class GroupChecks:
             )
 
     def _check_parameters(self, index: int, group: Group) -> None:
-        self._counted(index, group)
+        self.counted(index, group)
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             made_for = self._made_for.get(param)
             if made_for is None:

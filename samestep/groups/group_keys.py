@@ -140,14 +140,25 @@ def why_not_this_way(key: str, value: Any) -> str | None:
     return WAYS_OF_TORCH.get(key) if value else None
 
 
-def refuse_lost_keys(group: Mapping[str, Any]) -> None:
-    """Raise if a key of a group, given by a user, would be dropped in silence.
+def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+    """A saved group without what is no wish of whoever loads it.
 
-    Not for groups that are loaded, nor at a step: schedulers that cycle momentum write theirs into
-    groups of every rule, and files of torch's optimizers have keys of theirs.
+    How torch's optimizers computed their steps is not asked for here. Adam's coupled decay is
+    nothing where it is 0; nor has momentum ever been that of a rule without it, into whose groups
+    schedulers wrote it.
     """
-    for key, value in group.items():
-        reason = why_lost(key, value, RULES.get(group.get("rule", "")))
+    left_out = {*WAYS_OF_TORCH, "momentum"} - set(rule.defaults)
+    if saved.get("weight_decay") == 0:
+        left_out.add("decoupled_weight_decay")
+    return {key: value for key, value in saved.items() if key not in left_out}
+
+
+def refuse_lost_keys(group: Mapping[str, Any]) -> None:
+    """Raise if a key of a group would be dropped in silence, whenever it was set."""
+    rule = RULES.get(group.get("rule", ""))
+    known = set() if rule is None else options_of_rule(rule)
+    for key in [key for key in group if key not in known]:
+        reason = why_lost(key, group[key], rule)
         if reason:
             raise ValueError(reason)
 

@@ -31,6 +31,63 @@ ADJUST_LR_FN = {
 ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
 
 
+class ParamGroup(dict[str, Any]):
+    """A parameter group of an optimizer: a dict that follows schedules written for others.
+
+    OneCycleLR and CyclicLR of torch look into the optimizer's defaults for what they cycle, and
+    write that key into all groups, beside a "max_momentum" of theirs: "momentum", or the first of
+    "betas" where the defaults have these. Whichever it is, the rule's own of the two changes.
+
+    nanochat's loop reads "initial_lr", which is the learning rate when it is first read, unless a
+    scheduler has set it, and "kind", which is the rule.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if "max_momentum" not in self or key not in ("max_momentum", "momentum", "betas"):
+            return
+        own, betas = self._own_momentum(), self.get("betas")
+        if betas is None:
+            return
+        if own == "betas":
+            betas = (self.pop("momentum"), *betas[1:]) if "momentum" in self else betas
+            super().__setitem__("betas", _of_one_kind(betas))
+        elif own == "momentum":
+            super().__setitem__("momentum", self.pop("betas")[0])
+
+    def update(self, *others: Any, **own: Any) -> None:
+        """Set keys, one by one."""
+        for key, value in dict(*others, **own).items():
+            self[key] = value
+
+    def __missing__(self, key: str) -> Any:
+        if key == "betas" and self._own_momentum() == "momentum":
+            return (self["momentum"],)
+        if key == "kind" and "rule" in self:
+            return self["rule"]
+        if key == "initial_lr" and "lr" in self:
+            rate = self["lr"]
+            self[key] = rate.clone() if isinstance(rate, Tensor) else rate
+            return self[key]
+        raise KeyError(key)
+
+    def _own_momentum(self) -> str | None:
+        """Which of the two keys the rule reads; None: neither, or both."""
+        rule = RULES.get(self.get("rule", ""))
+        keys = [key for key in ("momentum", "betas") if rule is not None and key in rule.defaults]
+        return keys[0] if len(keys) == 1 else None
+
+
+def _of_one_kind(betas: Any) -> Any:
+    """Betas as two tensors where one is one: a scheduler replaces the first by a number."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        return betas
+    like = next((beta for beta in betas if isinstance(beta, Tensor)), None)
+    if like is None:
+        return betas
+    return tuple(like.new_tensor(b) if isinstance(b, int | float) else b for b in betas)
+
+
 def name_matches(name: str, pattern: str) -> bool:
     """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`).
 

@@ -78,6 +78,7 @@ class Adoption:
                     names = (spec.name for spec in shared.plan.params)
                     if warn_of_ddp(zip(names, shared.params, strict=True)):
                         shared.expect_edits()
+        holds.check_list(groups)
         for index, group in enumerate(groups):
             try:
                 holds.checks.check(index, group)

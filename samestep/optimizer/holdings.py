@@ -45,6 +45,7 @@ class Holdings:
 
     ranks: those that share its work; None: this process alone. outer: ranks that hold copies of
     all that; stages: one rank of every pipeline stage.
+    group_count: groups that came through `add_param_group`.
     blocks: of every parameter what its matrix rule is run on; None where the rule is elementwise.
     placed: placements with other ranks, those of parts last.
     placements: everything a step is about.
@@ -67,6 +68,7 @@ class Holdings:
         self.is_deferred = distribution.deferred and not alone
         self.placed: list[Placement] = []
         self.reductions: dict[int, GroupReduction] = {}
+        self.group_count = 0
         self._steps, self._in_flight, self._owner = steps, in_flight, owner
         self._order_of_use = list(order_of_use)
         self.ranks: RankGroup | None = None
@@ -136,6 +138,29 @@ class Holdings:
         for param in group["params"]:
             if grad_dtype is not None and param.grad_dtype != grad_dtype:
                 param.grad_dtype = grad_dtype
+
+    def check_list(self, groups: Sequence[Group], *, to_save: bool = False) -> None:
+        """Raise unless groups are those that were added, with as many parameters each.
+
+        `to_save`: a group that repeats parameters of others is saved as it is, as torch does.
+        """
+        if len(groups) < self.group_count:
+            raise RuntimeError(
+                f"param_groups had {self.group_count} groups and has {len(groups)} now: a group "
+                "cannot be taken out; call requires_grad_(False) on its parameters, or build a new "
+                "optimizer"
+            )
+        for index, group in enumerate(groups[: self.group_count]):
+            self.checks.counted(index, group)
+        for index, group in enumerate(groups[self.group_count :], self.group_count):
+            params = group.get("params", ()) if isinstance(group, dict) else ()
+            if to_save and params and all(param in self.blocks for param in params):
+                continue
+            raise RuntimeError(
+                f"param_groups[{index}] was put into the list, which makes no plans and no state "
+                "for it: take it out, and call opt.add_param_group({...}) on every rank, with "
+                "parameters that no other group has"
+            )
 
     def unplan(self, index: int, params: Iterable[Tensor]) -> None:
         """A group is not added after all."""
@@ -209,6 +234,7 @@ class Holdings:
 
     def settle(self, groups: Sequence[Group], state: States) -> None:
         """Make the plans and the state that were put off, for the parameters of now. Collective."""
+        self.check_list(groups)
         self.checks.swapped(groups)  # raises if shapes have changed
         self.is_deferred = False
         if self.distribution.grads == "local" and averages_with_ddp(groups):

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.groups.group_keys import refuse_lost_keys, without_keys_of_torch
 from samestep.groups.param_groups import (
     Group,
+    ParamGroup,
     complete,
     decisive_changes,
+    naming_group,
     own_spelling,
     parameter_names,
     rule_of,
@@ -251,6 +254,9 @@ def _checked(
             f"the loaded state has entries for {unknown[:3]!r}, which are in no loaded group "
             f"(those have {sorted(known, key=str)[:3]!r}, ...): was it saved in another format?"
         )
+    for index, group in enumerate(groups):
+        with naming_group(index):
+            refuse_lost_keys(group)
     return {**loaded, "param_groups": groups, "state": state}
 
 
@@ -285,6 +291,7 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
     """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
     own = ("fused", "state_dtypes")  # how a step is computed and kept is not the file's business
     saved = {key: value for key, value in own_spelling(saved).items() if key not in own}
+    saved = without_keys_of_torch(saved, rule_of(group))
     if group["rule"] == "muon" and "rule" not in saved:  # from torch.optim.Muon
         saved = {"orthogonalize": "newton-schulz", **saved}
     if saved.get("rule", group["rule"]) != group["rule"]:
@@ -292,7 +299,7 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
             f"param_groups[{index}] was saved with rule {saved['rule']!r} and has "
             f"{group['rule']!r} here"
         )
-    merged = complete({**group, **saved}, {})
+    merged = ParamGroup(complete({**group, **saved}, {}))
     if "param_names" in group:
         merged["param_names"] = group["param_names"]
     changes = decisive_changes(group, merged)

@@ -19,6 +19,7 @@ from samestep.groups.mistakes import (
     warn_of_outliers,
 )
 from samestep.groups.param_groups import (
+    ParamGroup,
     complete,
     listed,
     naming_group,
@@ -107,11 +108,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._adoption = Adoption(self.holdings, self._runner, model, default_rule)
         self._saved = SavedState(self.holdings, as_built=as_built)
 
-    def _adopt_swapped(self) -> None:
+    def _adopt_swapped(self, *, to_save: bool = False) -> None:
         """Take in parameters that a wrapper has put in the places of others. Collective.
 
         Before state is looked at or changed: it is at home then.
         """
+        self.holdings.check_list(self.param_groups, to_save=to_save)
         self._runner.bring_state_home()
         if self._adoption.adopted(self.param_groups, self.state):
             self._saved.drop()
@@ -136,7 +138,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
         with naming_group(len(self.param_groups)):
             refuse_lost_keys({**default_rule, **param_group})
-            group = complete({**default_rule, **param_group}, self._rule_options)
+            group = ParamGroup(complete({**default_rule, **param_group}, self._rule_options))
             refuse_lost_formats(group, self._rule_options)
         for key in group.keys() - param_group.keys():
             # Not shared: schedulers write into learning-rate tensors, group by group.
@@ -163,6 +165,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 masters=holds.masters,
             )
             holds.plan(index, group)
+            holds.group_count = index + 1
             if reduction is not None:
                 holds.reductions[index] = reduction
             if self._constructed and not holds.is_deferred:  # those of the constructor go together
@@ -171,6 +174,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                     warn_of_lost_updates([group], index)
         except Exception:
             self.param_groups.pop()
+            holds.group_count = index
             holds.unplan(index, group["params"])
             raise
         if holds.ranks is None and not holds.is_deferred:
@@ -190,8 +194,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         if self.holdings.is_deferred:
             # Nobody has any state, as with torch's before a first step.
+            self.holdings.check_list(self.param_groups, to_save=True)
             return with_plain_options(super().state_dict())
-        self._adopt_swapped()
+        self._adopt_swapped(to_save=True)
         given = self._saved.given(self.param_groups, self.state)
         # What torch makes of another state, so that whoever has hooked into it sees that.
         own, self.state = self.state, given.state
@@ -250,6 +255,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
+        self.holdings.check_list(self.param_groups)
         if not self._saved.needs_no_plans(state_dict):
             self._adopt_swapped()
             self.wait_for_parameters()
@@ -272,6 +278,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         where, if `state_dtypes` or `offload` was given. Not collective.
         """
         holds = self.holdings
+        holds.check_list(self.param_groups)
         if holds.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
         ranks = holds.who_works_on if holds.placed else None
@@ -318,6 +325,11 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; the others are untouched, bit for bit."""
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_compilers(self, closure)
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -335,6 +347,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
         holds = self.holdings
+        if not self.param_groups:
+            holds.check_list(self.param_groups)
         if holds.is_deferred:
             holds.settle(self.param_groups, self.state)
         self.wait_for_parameters()
@@ -596,4 +610,22 @@ class RuleOptimizer(torch.optim.Optimizer):
                 distribution, self._steps, self._in_flight, owner=type(self).__name__, alone=True
             )
             self._compose(None, self.defaults.get("rule"), as_built=False)
+            self.holdings.group_count = len(self.param_groups)
         self._plan_blocks_anew()
+
+
+def _outside_of_compilers(
+    optimizer: RuleOptimizer, closure: Callable[[], float] | None
+) -> float | None:
+    """The step, uncompiled: torch.compile stops before it, and goes on behind it."""
+    disable: Any = torch.compiler.disable
+    found: float | None = disable(optimizer._step)(closure)
+    return found
+
+
+# As torch.compiler.disable, which would import all of torch._dynamo where most never compile.
+_outside_of_compilers._torchdynamo_disable = True  # type: ignore[attr-defined]
+_outside_of_compilers._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "a step of samestep asks other ranks and checks on the host, which is no graph: leave "
+    "torch.compile(opt.step) out, and give the optimizer compile=True, which compiles its math"
+)

@@ -113,6 +113,7 @@ class StepRunner:
         """Inside, the device sums up gradients while the host looks at groups: before `run`."""
         holds = self._holds
         alone = holds.ranks is None and not holds.placed and holds.stages is None
+        alone = alone and len(groups) == holds.group_count  # or nobody has looked at them yet
         if alone and self._needs_norm(scaled):
             return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
         return nullcontext()

@@ -34,7 +34,7 @@ def measure(rank: int, options: Options) -> list[float]:
     times = []
     for step in range(options.rounds):
         here = [(number + rank + step) % 3 > 0 for number in range(options.parameters)]
-        times.append(1e3 * timed(partial(presence.agree, here, None)))
+        times.append(1e3 * timed(partial(presence.agree, here, None, None)))
     return times
 
 

@@ -41,6 +41,7 @@ class KeptByFirst(Placement):
 
     def __init__(self, group, members):
         self.params, self._specs = list(members.params), members.specs
+        self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.group = self.held_by = group
         self.device = self.params[0].device
         self._names = [spec.name for spec in members.specs]
@@ -78,7 +79,7 @@ class KeptByFirst(Placement):
 
     def agree(self, problem):
         here = [param.grad is not None for param in self.params]
-        self._present = self._presence.agree(here, problem)
+        self._present = self._presence.agree(here, problem, self.intent)
 
     def run(self, operation, maths):
         number = operation.bucket.bucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,19 +13,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import samestep
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import RankGroup, registry
+from samestep.comm.integrity.agreement import RanksDisagreeError
+from samestep.comm.integrity.checksum import text_checksum
 from samestep.comm.presence import (
+    Call,
     CopiedHere,
     PresenceAgreement,
     Problem,
     RankProblemError,
     _codes_of,
+    _Said,
 )
 from samestep.plan.copied import CopiedAlong, copied_along, line_of
 from tests.ranks import run_cases, run_forked
 
 SHAPES = {"matrix": (8, 6), "norm": (6,)}
 COPIES, CUT = Replicate(), Shard(0)
+STEP = Call("step()")
 
 
 def whole(name, step, place=0):
@@ -212,14 +218,15 @@ def read_later():
         def query(self):
             return True
 
-    def agreement(votes, codes):
+    def agreement(votes, codes, intents=(STEP, STEP)):
         along = copied_along((2,), [[0], [0]])
         ranks = RankGroup(None, 0, 2, (4, 6))
         names, device = ["first", "second"], torch.device("cpu")
         found = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
         said = [along[0].votes(of_rank, 0, rank) for rank, of_rank in enumerate(votes)]
-        told = torch.cat([torch.maximum(*said), torch.tensor(codes)])
-        found._on_their_way.append((told, Passed()))
+        digests = [max(each.digest for each in intents), max(~each.digest for each in intents)]
+        told = torch.cat([torch.maximum(*said), torch.tensor([*codes, *digests])])
+        found._on_their_way.append(_Said(told, Passed(), intents[0], None))
         return found
 
     return agreement
@@ -229,7 +236,52 @@ def test_a_gpu_tells_in_a_later_step(read_later):
     """Before anything else is sent."""
     agreement = read_later([[True, False], [True, True]], [7, 0])
     with pytest.raises(RankProblemError, match=r"rank 6 .* 'second', and rank 4.* checkpoint"):
-        agreement.agree([1, 1], None, whole=lambda param, axis: True)
+        agreement.agree([1, 1], None, None, whole=lambda param, axis: True)
+
+
+def test_a_gpu_tells_of_hyperparameters_in_a_later_step(read_later):
+    class Rate(NamedTuple):
+        lr: float
+
+        @property
+        def digest(self):
+            return text_checksum(str(self.lr))
+
+        def lines(self, on_device):
+            return [f"lr of param_groups[0] = {self.lr}"]
+
+    agreement = read_later([[True, True]] * 2, [7, 0], [Rate(0.1), Rate(0.2)])
+    with pytest.raises(RanksDisagreeError, match=r"rank 4 .* checkpoint.*param_groups\[0\] = 0.1"):
+        agreement.agree([1, 1], None, None, whole=lambda param, axis: True)
+
+
+def test_numbers_that_only_a_device_knows():
+    """Compared where they are: what the host knows is the same."""
+
+    class Rates(NamedTuple):
+        on_device: list
+        digest: int = 5
+
+        def lines(self, on_device):
+            assert on_device == [float(number) for number in self.on_device]
+            return [f"lr of param_groups[{n}] = {lr}" for n, lr in enumerate(on_device)]
+
+    def job(rank):
+        agreement = PresenceAgreement(["only"], [registry.of()], torch.device("cpu"))
+        alike = Rates([torch.tensor(0.1), torch.tensor(0.2, dtype=torch.float64)])
+        assert agreement.agree([1], None, alike) == [True]
+        swapped = Rates(list(reversed(alike.on_device))) if rank else alike
+        one_bit = Rates([torch.tensor(0.1), torch.tensor(0.2 + rank * 2**-55, dtype=torch.float64)])
+        found = []
+        for differing in swapped, one_bit:
+            with pytest.raises(RanksDisagreeError) as caught:
+                agreement.agree([1], None, differing)
+            found.append(str(caught.value))
+        return found
+
+    for swapped, one_bit in run_forked(2, job):
+        assert "lr of param_groups[0] is 0.10000000149011612 on rank 0 and 0.2 on rank 1" in swapped
+        assert "lr of param_groups[1] is 0.2 on rank 0 and 0.20000000000000004 on rank 1" in one_bit
 
 
 def test_a_gpu_tells_of_swapped_parameters_in_a_later_step(read_later):
@@ -242,7 +294,7 @@ def test_a_gpu_tells_of_swapped_parameters_in_a_later_step(read_later):
     with pytest.raises(
         RankProblemError, match=r"'second' was replaced .* rank 6 and not on rank 4"
     ):
-        agreement.agree([1, 1], None, whole=lambda param, axis: True)
+        agreement.agree([1, 1], None, None, whole=lambda param, axis: True)
 
 
 def test_averaged_by_somebody_else():

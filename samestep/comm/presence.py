@@ -1,12 +1,13 @@
-"""Presence: which parameters have a gradient on any rank, and whether any rank has a problem.
+"""Presence: which parameters have a gradient on any rank, and whether all ranks can take the step.
 
-One integer all-reduce of the largest value carries both, and whether ranks with copies of a part
-of a DTensor have the same gradients of it.
+One integer all-reduce of the largest value carries both: a problem of any rank, whether all ranks
+are about to do the same with the same hyperparameters, and whether ranks with copies of a part of
+a DTensor have the same gradients of it.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +15,24 @@ from torch import Tensor
 from samestep.comm.collectives import maximum
 from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
+from samestep.comm.integrity.agreement import (
+    RanksDisagreeError,
+    differences_between_ranks,
+    differences_text,
+)
+from samestep.comm.integrity.checksum import sum_of_words, text_checksum
 from samestep.plan.copied import CopiedAlong
+from samestep.tooling.warn import some
 
-CODES = 2  # numbers in which a rank tells of its problem
+PROBLEM_CODES = 2  # numbers in which a rank tells of its problem
+CODES = PROBLEM_CODES + 2  # and of what it is about to do
+_WAY_OUT = (
+    "Ranks that share parameters need the same hyperparameters in every step: a scheduler that "
+    "looks at a loss, such as ReduceLROnPlateau, has to be given the same on every rank (the mean "
+    "over ranks)"
+)
+_NOTHING = -(1 << 63)  # below all that anybody says
+CALL = "call"  # in lines of what ranks are about to do
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
 
 
@@ -33,7 +49,53 @@ class Problem(NamedTuple):
 
 
 class RankProblemError(RuntimeError):
-    """Another rank could not take the step, so no rank takes it."""
+    """Another rank could not take the step, so no rank takes it. `rank`: which, if it is one."""
+
+    rank: int | None = None
+
+
+class Intent(Protocol):
+    """What a rank is about to do with parameters that others hold too: the same on all of them."""
+
+    @property
+    def digest(self) -> int:
+        """A checksum of 64 bits of what the host knows."""
+        ...
+
+    @property
+    def on_device(self) -> Sequence[Tensor]:
+        """Numbers that the host does not know, 0-D."""
+        ...
+
+    def lines(self, on_device: Sequence[float] | None = None) -> list[str]:
+        """All of it as "what = value"; `on_device`: what these numbers were, if already known."""
+        ...
+
+
+class Call(NamedTuple):
+    """A call that all ranks make together, as what a rank is about to do."""
+
+    name: str
+
+    @property
+    def digest(self) -> int:
+        return text_checksum(f"call {self.name}")
+
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def lines(self, on_device: Sequence[float] | None = None) -> list[str]:
+        return [f"{CALL} = {self.name}"]
+
+
+class _Said(NamedTuple):
+    """What ranks have said in a step, on its way from a GPU to the host."""
+
+    votes: Tensor
+    passed: torch.cuda.Event
+    intent: Intent | None
+    on_device: Tensor | None  # numbers of the intent, as they were
 
 
 class AllSwapped(Exception):  # noqa: N818 - it is no error
@@ -41,9 +103,11 @@ class AllSwapped(Exception):  # noqa: N818 - it is no error
 
 
 def _problem_of(rank: int, about: str = "") -> RankProblemError:
-    return RankProblemError(
+    error = RankProblemError(
         f"rank {rank} could not take the step{about}, so no rank took it; its own error says why"
     )
+    error.rank = rank
+    return error
 
 
 def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Problem:
@@ -60,9 +124,12 @@ def _codes_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> 
     """A problem as two numbers; of those of several ranks the largest are told.
 
     The first is 0 on a rank whose parameters were swapped, the second on one without a problem.
+    What was heard of another rank is told as that rank's.
     """
     if problem is None:
         return rank + 1, 0
+    heard_of = getattr(problem.error, "rank", None)
+    rank = rank if heard_of is None else heard_of
     param = 0 if problem.param is None else problem.param + 1
     if not problem.swapped:
         # A problem of another kind tells more than that this rank has swapped nothing.
@@ -105,13 +172,6 @@ def any_problem(
     if problem is None and code:
         return Problem(_problem_of((code >> 32) - 1))
     return problem
-
-
-def tell_problem(problem: Problem | None, group: RankGroup) -> None:
-    """Raise on every rank of a group if any has a problem; waits for them."""
-    found = any_problem(problem, group)
-    if found is not None:
-        raise found.error
 
 
 class CopiedHere(NamedTuple):
@@ -168,31 +228,40 @@ class PresenceAgreement:
         self._rank = groups[0].members[groups[0].rank]
         self._device = device
         self._copied = copied
-        self._on_their_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # codes of a GPU
+        self._on_their_way: deque[_Said] = deque()
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
 
     def agree(
         self,
         here: Sequence[int],
         problem: Problem | None,
+        intent: Intent | None,
         flag: bool = False,
         whole: Callable[[int, int], bool] | None = None,
     ) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
 
         here: 0 for what is absent on this rank; `votes()` has the largest of all ranks.
+        intent: what this rank is about to do; None: it is not compared.
         whole: whether this rank has a gradient, and more than a summand along an axis of the mesh.
 
-        Raises on every rank if any rank has a problem, or ranks with copies do not have the same.
+        Raises on every rank if any rank has a problem, ranks are not about to do the same, or ranks
+        with copies do not have the same.
         The host never waits for a GPU: what is present here is present anywhere, the rest stays on
         the device, and what is to be raised is read at a later step, when it has arrived. So is a
         `flag` of any rank.
         """
-        while self._on_their_way and has_passed(self._on_their_way[0][1]):
-            self._read(self._on_their_way.popleft()[0], late=True)
+        while self._on_their_way and has_passed(self._on_their_way[0].passed):
+            before = self._on_their_way.popleft()
+            self._read(before.votes, before.intent, before.on_device, late=True)
         other, code = _codes_of(problem, self._rank, self._names)
         on_gpu = self._device.type == "cuda"
-        codes = [other, code << 1 | int(flag)]
+        codes = [other, code << 1 | int(flag), _NOTHING, _NOTHING]
+        if problem is not None:
+            intent = None  # who cannot take the step says nothing of it
+        if intent is not None:
+            # ~ turns the order around, so the largest ~digest is the smallest digest's.
+            codes[2:] = intent.digest, ~intent.digest
         votes = torch.tensor([*here, *codes], dtype=torch.int64)
         if self._copied is not None:
             # Who has a problem says nothing: its gradients may be anything.
@@ -202,37 +271,50 @@ class PresenceAgreement:
                 copied = self._copied.votes(whole)
             votes = torch.cat([votes[:-CODES], copied, votes[-CODES:]])
         votes = (votes.pin_memory() if on_gpu else votes).to(self._device, non_blocking=True)
+        on_device = self._add_numbers(votes, intent)
         anywhere = votes
         for group in self._groups:
             anywhere = maximum("presence", anywhere, group).wait()
         self._votes, said = anywhere[: len(here)], anywhere[len(here) :]
         if problem is not None and problem.swapped:  # the only one that a GPU is waited for
-            other, code = said[-CODES:].tolist()
+            other, code = said[-CODES:].tolist()[:2]
             _refuse_swap(other, code >> 1, problem, self._names)
         if problem is not None:
             raise problem.error
         if self._device.type == "cpu":
-            self._read(said, late=False)
+            self._read(said, intent, on_device, late=False)
             return [bool(value) for value in self._votes.tolist()]
         if on_gpu:
             pinned = torch.empty(len(said), dtype=torch.int64, pin_memory=True)
             pinned.copy_(said, non_blocking=True)
             event = recorded_event(self._device)
             assert event is not None
-            self._on_their_way.append((pinned, event))
+            self._on_their_way.append(_Said(pinned, event, intent, on_device))
         if all(here):
             return [True] * len(here)
         flags = self._votes.bool().unbind()
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
+
+    def _add_numbers(self, votes: Tensor, intent: Intent | None) -> Tensor | None:
+        """Add numbers that the host does not know to the digest, where they are; gives them."""
+        if intent is None or not intent.on_device:
+            return None
+        numbers = torch.stack([n.to(self._device, torch.float64) for n in intent.on_device])
+        of_bits = sum_of_words(numbers.view(torch.int64))
+        votes[-2] += of_bits
+        votes[-1] -= of_bits
+        return numbers
 
     def votes(self) -> list[int]:
         """The largest vote for each parameter in the last step; waits for a GPU."""
         votes: list[int] = self._votes.tolist()
         return votes
 
-    def _read(self, said: Tensor, *, late: bool) -> None:
-        """The votes about copies, and the codes of a problem."""
-        other, code = said[-CODES:].tolist()
+    def _read(
+        self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, late: bool
+    ) -> None:
+        """The votes about copies, and the codes of a problem and of what ranks are about to do."""
+        other, code, digest, inverse = said[-CODES:].tolist()
         self.flagged, code = bool(code & 1), code >> 1
         _refuse_swap(other, code, None, self._names)
         if code:
@@ -240,5 +322,31 @@ class PresenceAgreement:
             raise _problem_of(
                 rank, f" because of parameter {self._names[param - 1]!r}" if param else ""
             )
+        if intent is not None and digest != ~inverse:
+            raise self._difference(intent, on_device, late=late)
         if self._copied is not None:
             self._copied.refuse_difference(said[:-CODES], self._names, late=late)
+
+    def _difference(
+        self, intent: Intent, on_device: Tensor | None, *, late: bool
+    ) -> RanksDisagreeError:
+        """Names what ranks are not about to do alike; of a step before, what this rank has done."""
+        lines = intent.lines(None if on_device is None else on_device.tolist())
+        if late:  # others may come to it in another step: nothing more can be asked together
+            return RanksDisagreeError(
+                f"a step before was taken with other hyperparameters on rank {self._rank} than on "
+                f"another rank with copies or shards of {self._names[0]!r}, so these are not the "
+                f"same any more: go back to a checkpoint. {_WAY_OUT}. Here they were: "
+                + some([line for line in lines if not line.startswith(CALL)], 40)
+            )
+        found = differences_between_ranks(lines, self._groups, self._device)
+        if any(line.startswith(CALL) for line in found.first[0].values()):
+            return RanksDisagreeError(
+                f"ranks wait for each other in different calls, so none can go on: "
+                f"{differences_text(found._replace(first=found.first[:1], more=0))}. All ranks "
+                "that share parameters make such calls together, in the same order"
+            )
+        return RanksDisagreeError(
+            f"{differences_text(found)}, so no rank took the step, and nothing has changed. "
+            f"{_WAY_OUT}"
+        )

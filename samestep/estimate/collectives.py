@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, maximum
 
-from samestep.comm.presence import CODES
+from samestep.comm.presence import CODES, PROBLEM_CODES
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import RINGS, Hardware
@@ -149,8 +149,8 @@ class Launches:
         return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
-        """What comes before the first operation: problems of other stages."""
-        return list(self._codes("problems", self._blueprint.stages))
+        """What comes before the first operation: problems of other stages, if nothing is agreed."""
+        return [] if self._blueprint.placements else list(self._hear_others())
 
     def of(self, operation: Operation) -> Iterator[Collective]:
         """What an operation launches."""
@@ -182,7 +182,9 @@ class Launches:
 
     # --- scalars -----------------------------------------------------------------------------
 
-    def _codes(self, name: str, peers: Peers | None, elements: int = CODES) -> Iterator[Collective]:
+    def _codes(
+        self, name: str, peers: Peers | None, elements: int = PROBLEM_CODES
+    ) -> Iterator[Collective]:
         """Of some ranks, where there are others that have to know; a GPU does not wait for it."""
         if peers is not None and self._blueprint.device.type == "cpu":
             yield from _summed(name, peers, torch.int64, elements)
@@ -198,8 +200,6 @@ class Launches:
         return next((each for each in held_by if each.size == union.size), blueprint.everyone)
 
     def _agree(self, number: int) -> Iterator[Collective]:
-        if number == 0:
-            yield from self._codes("problems", self._all_holders())
         placement = self._blueprint.placements[number]
         elements = len(placement.params) + sum(each.elements for each in placement.copied) + CODES
         outer = [each.outer for each in placement.sharings[:1]]
@@ -209,8 +209,13 @@ class Launches:
             for over, dtype, params in spreading.sums:
                 size_on = partial(self._held_by, spreading, params)
                 yield from self._sums(over, placement.mesh, dtype, size_on)
-        if placement.copied and placement.everyone != self._all_holders():
-            yield from self._codes("problems", self._all_holders())
+        if number == len(self._blueprint.placements) - 1:
+            yield from self._hear_others()
+
+    def _hear_others(self) -> Iterator[Collective]:
+        """Problems of ranks that share no parameter with this one."""
+        yield from self._codes("problems", self._all_holders())
+        yield from self._codes("problems", self._blueprint.stages)
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from samestep.groups.group_keys import refuse_lost_keys
+from samestep.groups.hyperparameters import HyperparameterReader
 from samestep.groups.param_groups import (
     Group,
     check,
@@ -27,9 +28,13 @@ class UnknownParameterError(RuntimeError):
 
 
 class GroupChecks:
-    """What groups were when they were planned, and what the last step found in order."""
+    """What groups were when they were planned, and what the last step found in order.
+
+    hyperparameters: what rules read of them, as ranks compare it.
+    """
 
     def __init__(self) -> None:
+        self.hyperparameters = HyperparameterReader()
         self._planned: dict[int, Group] = {}  # options
         self._params: dict[int, list[Tensor]] = {}
         self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
@@ -41,6 +46,7 @@ class GroupChecks:
         self._planned[index] = options_of(group)
         self._params[index] = list(group["params"])
         self._checked_options.pop(index, None)
+        self.hyperparameters.set_since(index)
         for param in group["params"]:
             self._made_for[param] = (param.shape, math_dtype(param))
 
@@ -48,6 +54,7 @@ class GroupChecks:
         """A group was not added after all."""
         for known in (self._planned, self._params, self._checked_options, self._checked_params):
             known.pop(index, None)
+        self.hyperparameters.set_since(index)
         for param in params:
             self._made_for.pop(param, None)
 
@@ -103,6 +110,7 @@ class GroupChecks:
 
     def _check_options(self, index: int, group: Group) -> None:
         self._checked_options.pop(index, None)
+        self.hyperparameters.set_since(index)
         planned = self._planned[index]
         if group.get("rule") == planned["rule"]:
             with naming_group(index):

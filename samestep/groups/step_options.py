@@ -49,4 +49,5 @@ class StepOptions:
             f"master_weights = {bool(self.master_weights)}",
             f"max_grad_norm = {self.max_grad_norm}",
             f"update_rms = {self.update_rms}",
+            f"compile = {self.compile}",
         ]

@@ -393,6 +393,16 @@ REGISTER: tuple[Assumption, ...] = (
         "8 bytes for each parameter travel",
     ),
     Assumption(
+        "same hyperparameters",
+        "Ranks that hold copies or shards of the same parameters have the same learning rates and "
+        "other options of their groups, bit for bit.",
+        _plans,
+        "samestep.groups.hyperparameters:HyperparameterReader.read",
+        "in every step",
+        "a digest, made anew for groups in which something was set, of which 16 bytes for each "
+        "plan travel with presence; on a GPU it is told in a later step",
+    ),
+    Assumption(
         "gradients of all copies",
         'Where nobody averages any more (grads="reduced", a DTensor along the axes of its mesh '
         "that replicate it), ranks with copies of the same values have the same gradients: all of "
@@ -530,8 +540,7 @@ REGISTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         "equal ever after",
-        "Ranks change parameters, options (such as learning rates) and state in step() alone, or "
-        "all of them in the same way.",
+        "Ranks change parameters and state in step() alone, or all of them in the same way.",
         _other_ranks,
         "samestep.stress.check:check",
         "where you call samestep.stress.check",

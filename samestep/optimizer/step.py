@@ -17,7 +17,6 @@ from samestep.comm.presence import (
     Problem,
     RankProblemError,
     any_problem,
-    tell_problem,
 )
 from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
@@ -142,7 +141,7 @@ class StepRunner:
             placement.staging = self.staging
             placement.begin_step(state, problem)
         try:
-            self._problem = self._heard_from_stages(problem)
+            self._begin_agreement(problem)
             recorded = self._recording()
             self._execute() if recorded is None else self._execute_recorded(recorded)
         except CollectiveError:
@@ -234,50 +233,70 @@ class StepRunner:
         """The operations of a step in order, as text, once there was one."""
         return tuple(map(line_of, self._schedule())) if self._placements else ()
 
-    def _heard_from_stages(self, problem: Problem | None) -> Problem | None:
-        """This rank's problem, or one of another stage. Not from a GPU.
-
-        The other ranks of this stage hear of it with presence.
-        """
-        if self._holds.stages is None:
-            return None
-        known = [problem, *(placement.problem for placement in self._placements)]
-        found = next((one for one in known if one is not None), None)
-        in_stage = any(placement.shape.agrees for placement in self._placements)
-        if self._device.type == "cpu":
-            try:
-                found = any_problem(found, self._holds.stages)
-            except AllSwapped:
-                if not in_stage:  # or those of other pipelines may have swapped nothing
-                    raise
-            except RankProblemError as error:
-                found = Problem(error)
-        if found is not None and not in_stage:
-            raise found.error
-        return found
+    def _begin_agreement(self, problem: Problem | None) -> None:
+        """What this rank is about to do, for the ranks that it agrees with."""
+        self._problem = problem
+        self._found: Exception | None = None  # by the ranks of a placement, in this step
+        agreeing = [n for n, placed in enumerate(self._placements) if placed.shape.agrees]
+        self._last_to_agree = agreeing[-1] if agreeing else None
+        read = self._holds.checks.hyperparameters.read
+        for number in agreeing if problem is None else ():
+            own = self._placements[number]
+            own.intent = read(self._groups, own.group_indices, self._inverse_scale)
+        if not agreeing:
+            self._hear_others()
 
     def _agree(self, operation: Agree) -> None:
-        """Presence, and the problems of any placement: the first one reaches every rank."""
+        """Presence, and problems of any placement; what its ranks find reaches all other ranks.
+
+        What was found with the ranks of one placement is told to those of the next, so that none
+        of these goes on alone, and after the last one to everyone.
+        """
         own = self._placements[operation.placement]
-        problems = [*(placement.problem for placement in self._placements), self._problem]
-        other = next((p._replace(param=None) for p in problems if p is not None), None)
-        problem = own.problem or other
-        if problem is not None and problem.swapped:
-            problem = self._problem or problem  # that it is not so in another stage
-        if operation.placement == 0:
-            self._tell_everyone(problem)
-        if not own.compares_copies:
+        problem = self._problem_of_any(own)
+        if self._device.type != "cpu":  # which nobody waits for
             own.agree(problem)
             return
-        found = None  # what its ranks did not know before
         try:
             own.agree(problem)
-        except RankProblemError as error:
-            found = error
-        if own.held_by != self._everyone():
-            self._tell_everyone(None if found is None else Problem(found))
-        if found is not None:
-            raise found
+        except CollectiveError:
+            raise
+        except Exception as error:  # its own, or that of another rank
+            if self._found is None or isinstance(self._found, AllSwapped):
+                self._found = error
+        if operation.placement == self._last_to_agree:
+            self._hear_others()
+
+    def _problem_of_any(self, own: Placement | None = None) -> Problem | None:
+        """What is known so far to keep ranks from taking the step."""
+        if self._found is not None and not isinstance(self._found, AllSwapped):
+            return Problem(self._found)
+        if own is not None and own.problem is not None:
+            return own.problem
+        known = [*(placement.problem for placement in self._placements), self._problem]
+        return next((p._replace(param=None) for p in known if p is not None), None)
+
+    def _hear_others(self) -> None:
+        """Raise if any rank has a problem: also one with other parameters, or of another stage.
+
+        All ranks of a placement know the same by now, and tell it. A GPU is not waited for: who has
+        a problem raises it.
+        """
+        problem = self._problem_of_any()
+        for ranks in self._everyone(), self._holds.stages:
+            if ranks is None or self._device.type != "cpu":
+                continue
+            try:
+                problem = any_problem(problem, ranks)
+            except AllSwapped as error:
+                self._found = error
+            except RankProblemError as error:  # it is not so on all of them
+                problem = Problem(error)
+        if problem is None:
+            return
+        if problem.swapped and self._found is not None:
+            raise self._found
+        raise problem.error
 
     def _everyone(self) -> RankGroup | None:
         """All ranks that take part, where no placement has all of them; None: not needed."""
@@ -287,12 +306,6 @@ class StepRunner:
             return None
         members = {rank for group in groups for rank in group}
         return next((g for g in groups.values() if members == set(g.members)), self._holds.ranks)
-
-    def _tell_everyone(self, problem: Problem | None) -> None:
-        """A problem of one rank, told to ranks that share no parameter with it. Not on a GPU."""
-        everyone = self._everyone()
-        if everyone is not None and self._device.type == "cpu":
-            tell_problem(problem, everyone)
 
     def _clip(self, _: Clip) -> None:
         """Decide by the joint norm: how gradients are scaled, and whether the step is skipped.

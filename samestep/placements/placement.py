@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem
+from samestep.comm.presence import Intent, Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, whole_box
 from samestep.placements.windows import Unit, WindowPart, Windows
@@ -39,12 +39,14 @@ class Placement:
     """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing.
 
     params: those that are here, where there is a plan for them.
+    group_indices: of the optimizer's groups, those that they are in.
     holds_parts: a rank has parts of parameters that others have the rest of, and their state is
         laid out as they are.
     """
 
     holds_parts = False
     params: Sequence[Tensor]
+    group_indices: tuple[int, ...]
     shape: PlacementShape
     device: torch.device
     group: RankGroup  # the ranks that hold the same of it, or of parts those that hold them all
@@ -54,6 +56,7 @@ class Placement:
     )
     compares_copies = False  # which gradients ranks with copies have, when it agrees on presence
     problem: Problem | None = None  # what keeps this rank from taking the step
+    intent: Intent | None = None  # what the step is about to do, as ranks compare it
     windows: Windows | None = None  # of state that stays on the host
     staging: Staging | None = None  # where it comes to, in a step
     _windows_of: Sequence[Tensor] = ()

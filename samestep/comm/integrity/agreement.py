@@ -1,12 +1,18 @@
 """Finding out whether all ranks have the same, and who differs."""
 
 import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.comm.collectives import gather_segments, maximum
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import RankGroup, ranks_text
+from samestep.comm.integrity.checksum import text_checksum
+
+MOST = 3  # differences that are told
 
 
 class RanksDisagreeError(RuntimeError):
@@ -37,6 +43,61 @@ def require_same_lines(
                 f"{entries[0]!r}, rank {group.members[other]} has {entries[other]!r}. Build the "
                 "same model and optimizer, in the same order, on every rank" + way_out
             )
+
+
+class LineDifferences(NamedTuple):
+    """Lines "what = value" that ranks do not have alike.
+
+    first: of the first few, by global rank.
+    more: how many others there are.
+    """
+
+    first: list[dict[int, str]]
+    more: int
+
+
+def differences_between_ranks(
+    lines: Sequence[str], groups: Sequence[RankGroup], device: torch.device
+) -> LineDifferences:
+    """The lines in which ranks differ, where `groups`, one after the other, reach all of them.
+
+    Checksums travel first, and then the lines that differ alone. Collective.
+    """
+    name = "comparison of what ranks do"
+    length = torch.tensor([len(lines)], dtype=torch.int64, device=device)
+    for group in groups:
+        length = maximum(name, length, group).wait()
+    own = [*lines, *[""] * (int(length) - len(lines))]
+    sums = torch.tensor(list(map(text_checksum, own)), dtype=torch.int64, device=device)
+    highest = torch.cat([sums, ~sums])
+    for group in groups:
+        highest = maximum(name, highest, group).wait()
+    high, low = highest.chunk(2)
+    places: list[int] = torch.nonzero(high != ~low).flatten().tolist()
+    first = groups[0]
+    told = {first.members[first.rank]: [own[place] for place in places[:MOST]]}
+    for group in groups:
+        for text in gather_texts(name, json.dumps(told), group, device):
+            told |= {int(rank): of_rank for rank, of_rank in json.loads(text).items()}
+    return LineDifferences(
+        [{rank: told[rank][n] for rank in sorted(told)} for n in range(len(places[:MOST]))],
+        max(0, len(places) - MOST),
+    )
+
+
+def differences_text(found: LineDifferences) -> str:
+    """What ranks differ in, with the values and the ranks that have them."""
+    parts = [_difference_text(by_rank) for by_rank in found.first]
+    more = f" ({found.more} more differ)" if found.more else ""
+    return "; ".join(parts) + more
+
+
+def _difference_text(by_rank: Mapping[int, str]) -> str:
+    what = next(line.partition(" = ")[0] for line in by_rank.values() if line)
+    ranks: dict[str, list[int]] = {}
+    for rank, line in by_rank.items():
+        ranks.setdefault(line.partition(" = ")[2] or "not there", []).append(rank)
+    return f"{what} is " + " and ".join(f"{v} on {ranks_text(r)}" for v, r in ranks.items())
 
 
 def agreed(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> Tensor:

@@ -61,6 +61,7 @@ class ShardedParameters(Placement):
         self.params = [param for param in members.params if isinstance(param, DTensor)]
         self._tensors = HeldTensors(self.params)
         self.specs = members.specs
+        self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
         self.device = self.params[0].to_local().device
@@ -279,7 +280,7 @@ class ShardedParameters(Placement):
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         here = [summands(param) for param in self.params]
-        present = self._presence.agree(here, problem, whole=self._is_whole_along)
+        present = self._presence.agree(here, problem, self.intent, whole=self._is_whole_along)
         codes = self._summands_anywhere(here)
         nothing: dict[Tensor, DTensor | None] = {
             param: no_summand(param, code)

@@ -66,6 +66,7 @@ class ReplicatedParameters(Placement):
             # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
             distribution = distribution.beside_dtensors()
         self.params = list(params)
+        self.group_indices = tuple(sorted({spec.group for spec in specs}))
         self.held = HeldTensors(params)
         self.mesh = mesh  # has the other parts of DTensors
         self.group, self.held_by = group, group if mesh is None else mesh.everyone
@@ -429,7 +430,7 @@ class ReplicatedParameters(Placement):
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
         whole = self.reducer.is_whole_along
-        self._present = self._presence.agree(self.reducer.here, problem, met, whole)
+        self._present = self._presence.agree(self.reducer.here, problem, self.intent, met, whole)
         if overlaps:
             self._order.told(self._presence.flagged)
         if self.mesh is not None:

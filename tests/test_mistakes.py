@@ -37,7 +37,7 @@ def on_the_page(message: object) -> bool:
 
 def test_the_page_quotes_what_tests_have_heard():
     """Each of these is asserted below: a message that is dropped leaves the page too."""
-    assert len(QUOTED) == 18
+    assert len(QUOTED) == 20
 
 
 def heard(action: Callable[[], object]) -> list[str]:
@@ -111,6 +111,24 @@ def test_a_process_group_of_one_rank_that_comes_later_is_no_mistake():
 
 
 # --- parameters that are not what they seem ------------------------------------------------------
+
+
+def test_parameters_that_are_tied_by_their_data_are_refused():
+    model = nn.ModuleDict({"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6)})
+    model["head"].weight.data = model["embedding"].weight.data
+    with pytest.raises(ValueError, match="same memory") as caught:
+        samestep.MuonAdamW(model)
+    assert on_the_page(caught.value)
+
+
+def test_a_stage_that_would_clip_by_its_own_norm_is_refused():
+    def on_rank(rank: int) -> str:
+        alone_here = [dist.new_group([other]) for other in range(2)][rank]
+        with pytest.raises(ValueError, match="whole model") as caught:
+            samestep.MuonAdamW(small_model(), process_group=alone_here, max_grad_norm=1.0)
+        return str(caught.value)
+
+    assert on_the_page(run_forked(2, on_rank)[0])
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

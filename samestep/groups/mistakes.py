@@ -8,7 +8,7 @@ first steps little is left of it: two comparisons, and a look at the model now a
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isinf
 from typing import Any
 
@@ -129,6 +129,13 @@ class TrainingWatch:
         self._told: set[str] = set()  # parameters of the last warning
         self._answers: list[tuple[Tensor, torch.cuda.Event]] = []  # of a GPU
         self.waits = True  # no gradient has been seen yet
+
+    def tensors_of_model(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters and buffers of the model, where there is one."""
+        model = None if self._model is None else self._model()
+        if model is not None:
+            yield from model.named_parameters()
+            yield from model.named_buffers()
 
     def look_at_model(self, groups: Iterable[Group], only_rule: str | None) -> None:
         """Does the model train parameters that the optimizer does not have?

@@ -45,6 +45,7 @@ class Adoption:
     ) -> None:
         self._holds, self._runner, self._default_rule = holdings, runner, default_rule
         self.watch = TrainingWatch(model)
+        holdings.beside = self.watch.tensors_of_model
 
     def problem(self, groups: Sequence[Group], state: States) -> Problem | None:
         """What keeps this rank from a step: an error here, or something to tell all ranks."""
@@ -68,6 +69,9 @@ class Adoption:
         watch.steps += 1
         if watch.steps == watch.next_look:
             watch.look_at_model(groups, self._default_rule)
+            shared_memory = holds.shared_memory(groups)
+            if shared_memory is not None:
+                raise RuntimeError(shared_memory)
             if watch.steps == 1:
                 holds.refuse_unnamed_stages(groups)  # which may be younger than the optimizer
                 overlaps = holds.distribution.overlap_grad_reduce
@@ -153,6 +157,7 @@ class Adoption:
             raise problem.error
         follows = not holds.is_deferred and self.adopted(groups, state)
         self.watch = TrainingWatch(model)
+        holds.beside = self.watch.tensors_of_model
         return follows
 
 

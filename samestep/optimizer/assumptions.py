@@ -243,6 +243,19 @@ def _finite(facts: Facts) -> str | None:
     return f"max_grad_norm={facts.max_grad_norm:g} skips the step on all ranks if they are not"
 
 
+def _clipped_among_ranks(facts: Facts) -> str | None:
+    if facts.max_grad_norm is None or not facts.holds.placed:
+        return None
+    stages = facts.holds.stages
+    beyond = "" if stages is None else f", and over the stages of {ranks_text(stages.members)}"
+    return f"max_grad_norm={facts.max_grad_norm:g} over {_among_placed(facts)}{beyond}"
+
+
+def _among_placed(facts: Facts) -> str:
+    groups = dict.fromkeys(placed.group.members for placed in facts.holds.placed)
+    return "; ".join(map(ranks_text, groups))
+
+
 def _finite_unasked(facts: Facts) -> str | None:
     if facts.max_grad_norm is not None:
         return None
@@ -475,6 +488,25 @@ REGISTER: tuple[Assumption, ...] = (
         _all_params,
         "samestep.groups.mistakes:refuse_flat_parameters",
         "at construction",
+    ),
+    Assumption(
+        "memory of its own",
+        "No element of memory belongs to two parameters; views beside each other in one buffer do "
+        "not share any.",
+        _all_params,
+        "samestep.optimizer.holdings:Holdings.shared_memory",
+        "at construction",
+        "negligible time on the CPU, again before steps 1, 2, 4, 8, ...; where some lie in between "
+        "each other, as columns of one matrix, a map of their bytes is made",
+    ),
+    Assumption(
+        "norm of the whole model",
+        "The norm that clips is of all parameters of the model: other ranks have copies, other "
+        "parts, or stages that are named (stage_group=).",
+        _clipped_among_ranks,
+        "samestep.optimizer.holdings:Holdings.refuse_norm_of_a_part",
+        "at construction",
+        "nothing where process_group or a mesh has all ranks, else 32 bytes from every rank",
     ),
     Assumption(
         "updates that count",

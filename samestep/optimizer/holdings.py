@@ -6,7 +6,7 @@ torch wants it, and are handed in.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,7 @@ from samestep.groups.pipelines import WAY_OF_STAGES, PipelineStages
 from samestep.groups.step_options import StepOptions
 from samestep.layout.blocks import Block
 from samestep.layout.boxes import local_of, mesh_of
+from samestep.layout.memory import overlap
 from samestep.optimizer.full_values import FullValues
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
@@ -71,6 +72,7 @@ class Holdings:
         self.group_count = 0
         self._steps, self._in_flight, self._owner = steps, in_flight, owner
         self._order_of_use = list(order_of_use)
+        self.beside: Callable[[], Iterable[tuple[str, Tensor]]] = tuple  # tensors of the model
         self.ranks: RankGroup | None = None
         self.outer: RankGroup | None = None
         self.stages: RankGroup | None = None
@@ -174,7 +176,10 @@ class Holdings:
         """Plan how ranks share the parameters of some groups, and make their state."""
         wanted = list(indices)
         self._look_for_stages(groups)
+        self.planner.problem = problem = self.shared_memory(groups)
         planned = self.planner.plans(groups, wanted, self.blocks, self.reductions)
+        if problem is not None:
+            raise ValueError(problem)
         made: States = {}
         for placement in planned:  # nothing is made before all are agreed on
             made |= placement.make_state(groups, self.masters)
@@ -186,6 +191,32 @@ class Holdings:
         # Parts last, whichever group came last.
         self.placed = sorted([*self.placed, *planned], key=lambda placed: placed.holds_parts)
         self._line_up()
+
+    def shared_memory(self, groups: Sequence[Group]) -> str | None:
+        """Why parameters cannot be updated, if two of them lie in the same memory."""
+        named = [(name, param) for _, name, param in members(groups)]
+        pair = overlap(named)
+        if pair is not None:
+            return (
+                f"parameters {pair[0]!r} and {pair[1]!r} lie in the same memory, and are two for "
+                "an optimizer: a step would update that memory twice, each time with a gradient, "
+                "momentum and weight decay of its own, and ranks that update one of them each "
+                "would drift apart. Make them one parameter (head.weight = embedding.weight, or a "
+                "view of it in forward), whose gradients autograd adds up, or give one of them "
+                "memory of its own: parameter.data = parameter.data.clone()"
+            )
+        if self.distribution.buffers != "flat":
+            return None
+        mine = {param for _, param in named}
+        others = [(name, tensor) for name, tensor in self.beside() if tensor not in mine]
+        pair = overlap(named, others)
+        if pair is None:
+            return None
+        return (
+            f"parameter {pair[0]!r} lies in the same memory as {pair[1]!r}, which is not trained, "
+            "and flat buffers would part them: make them one parameter (tied weights), or take "
+            'buffers="per_parameter"'
+        )
 
     def _look_for_stages(self, groups: Sequence[Group]) -> None:
         """Raise if this is one of several pipeline stages, and the optimizer takes it for all."""

@@ -27,12 +27,14 @@ class PlanMembers(NamedTuple):
 
     lines: what all ranks must have alike, as text.
     places: how late forward uses each; -1: nobody knows.
+    problem: why they cannot be shared, where all ranks have these lines.
     """
 
     params: tuple[Tensor, ...]
     specs: tuple[ParamSpec, ...]
     lines: list[str]
     places: tuple[int, ...]
+    problem: str | None = None
 
 
 class Placement:

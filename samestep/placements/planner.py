@@ -78,6 +78,7 @@ class Planner:
         self._place_of_use = {param: place for place, param in enumerate(self.order_of_use)}
         self._launch_order = LaunchOrder(self.owner)
         self._copied: set[DeviceMesh] = set()  # of whose DTensors copies are averaged here
+        self.problem: str | None = None  # of parameters, told where all ranks have it
 
     def plans(
         self,
@@ -175,7 +176,7 @@ class Planner:
     ) -> PlanMembers:
         """What a plan of some groups is made of: those of their parameters that `only` takes."""
         members: list[tuple[int, Tensor, ParamSpec]] = []
-        lines = list(self.lines)
+        lines = [*self.lines, f"problem: {self.problem}"]
         for index in indices:
             group = groups[index]
             lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
@@ -200,7 +201,7 @@ class Planner:
                 members.append((self._place_of_use.get(param, -1), param, spec))
         members.sort(key=lambda member: member[0])
         places, params, specs = zip(*members, strict=True)
-        return PlanMembers(params, specs, lines, places)
+        return PlanMembers(params, specs, lines, places, self.problem)
 
 
 def _state_of_whole(group: Group, stored: StoredTensors, shape: Shape) -> int:

@@ -81,6 +81,8 @@ class ShardedParameters(Placement):
         self.shape = self.exchange.shape
         lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
+        if members.problem is not None:
+            raise ValueError(members.problem)
         copied = copied_here(self.params, mesh, self.group)
         self.compares_copies = copied is not None
         self._names = [spec.name for spec in self.specs]

@@ -13,7 +13,6 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
 from samestep.groups.pipelines import WAY_OF_STAGES
-from samestep.placements.whole.buffers import overlapping
 from samestep.tooling.warn import some, warn_user
 
 
@@ -22,12 +21,11 @@ def agree_on_plan(
     values: Sequence[Tensor],
     lines: Sequence[str],
     groups: Sequence[RankGroup],
-    *,
-    flat: bool,
+    problem: str | None,
 ) -> None:
     """Raise unless all ranks of all groups have the same lines, and tensors that can be shared.
 
-    flat: they will be moved into buffers.
+    problem: why they cannot be, if all ranks have it.
     """
     device = values[0].device
     strided = [n for n, value in zip(names, values, strict=True) if not value.is_contiguous()]
@@ -36,12 +34,11 @@ def agree_on_plan(
         for name, value in zip(names, values, strict=True)
         if value.device != device
     ]
-    shared = [names[index] for index in overlapping(values)] if flat else []
     facts = [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
-    if flat:
-        facts.append(f"in the same memory: {shared}")
     for ranks in groups:
         require_same_lines("plan", [*lines, *facts], ranks, device, f". {WAY_OF_STAGES}")
+    if problem is not None:
+        raise ValueError(problem)
     if strided:
         raise ValueError(
             f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
@@ -51,12 +48,6 @@ def agree_on_plan(
         raise ValueError(
             f"parameter {elsewhere[0]}, others on {device.type}: parameters that ranks share must "
             "be on one device"
-        )
-    if shared:
-        raise ValueError(
-            f"parameters {shared[0]!r} and {shared[1]!r} lie in the same memory, and flat buffers "
-            "would part them: make them one parameter (tied weights), or take "
-            'buffers="per_parameter"'
         )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -255,14 +254,3 @@ class FlatParameters:
         """The gather of a bucket is over."""
         if number in self._rooms:
             self.buckets[number].copy_(self._rooms.pop(number))
-
-
-def overlapping(params: Sequence[Tensor]) -> list[int]:
-    """The first two contiguous parameters that have memory in common, or nothing."""
-    order = sorted(
-        (i for i, param in enumerate(params) if param.numel()), key=lambda i: params[i].data_ptr()
-    )
-    for one, other in pairwise(order):
-        if params[one].data_ptr() + params[one].nbytes > params[other].data_ptr():
-            return sorted((one, other))
-    return []

@@ -100,7 +100,7 @@ class ReplicatedParameters(Placement):
             for name, param in zip(self._names, params, strict=True)
         ]
         lines += [*members.lines, *self._plan_lines, line_of(self.device), hosts]
-        agree_on_plan(self._names, self.held.values(), lines, self._groups, flat=flat)
+        agree_on_plan(self._names, self.held.values(), lines, self._groups, members.problem)
         # The ranks in the order of the plan's segments.
         self.places = group._replace(hosts=fabric.hosts)
         if levels == 2:

@@ -1,0 +1,83 @@
+"""Whether tensors have memory in common, whatever their shapes and strides."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.layout.boxes import local_of
+
+UNKNOWN = ("meta", "xla")  # devices whose tensors do not tell where they lie
+
+
+class _Span(NamedTuple):
+    """The bytes from a tensor's first to its last; `dense`: all of them are its own."""
+
+    start: int
+    stop: int
+    dense: bool
+    name: str
+    tensor: Tensor
+    counts: bool
+
+
+def overlap(
+    named: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]] = ()
+) -> tuple[str, str] | None:
+    """The names of two tensors with an element in common; None: each has memory of its own.
+
+    Of DTensors what this rank holds. `others` are compared with the first ones alone. Tensors that
+    only lie in one storage, such as views of one buffer beside each other, have nothing in common.
+    """
+    by_device: dict[torch.device, list[_Span]] = {}
+    for counts, tensors in ((True, named), (False, others)):
+        for name, tensor in tensors:
+            span = _span(name, local_of(tensor).detach(), counts)
+            if span is not None:
+                by_device.setdefault(span.tensor.device, []).append(span)
+    for spans in by_device.values():
+        spans.sort(key=lambda span: span.start)
+        reaching: list[_Span] = []  # those before that end after the start of this one
+        for span in spans:
+            reaching = [before for before in reaching if before.stop > span.start]
+            for before in reaching:
+                if (before.counts or span.counts) and _have_common(before, span):
+                    first, second = sorted((before, span), key=lambda s: not s.counts)
+                    return first.name, second.name
+            reaching.append(span)
+    return None
+
+
+def _span(name: str, tensor: Tensor, counts: bool) -> _Span | None:
+    if tensor.device.type in UNKNOWN or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a fake tensor
+        return None
+    if not start:
+        return None
+    elements = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    stop = start + elements * tensor.itemsize
+    return _Span(start, stop, elements == tensor.numel(), name, tensor, counts)
+
+
+def _have_common(one: _Span, other: _Span) -> bool:
+    """Of two that overlap as ranges. Columns of one matrix may lie in between each other."""
+    if one.dense and other.dense:
+        return True
+    start = min(one.start, other.start)
+    marks = torch.zeros(max(one.stop, other.stop) - start, dtype=torch.bool)
+    _bytes_in(marks, one, start).fill_(True)
+    return bool(_bytes_in(marks, other, start).any())
+
+
+def _bytes_in(marks: Tensor, span: _Span, start: int) -> Tensor:
+    """The marks of a tensor's bytes."""
+    tensor = span.tensor
+    strides = [stride * tensor.itemsize for stride in tensor.stride()]
+    sizes = (*tensor.shape, tensor.itemsize)
+    return marks.as_strided(sizes, (*strides, 1), span.start - start)

@@ -17,6 +17,7 @@ WAY_OF_STAGES = (
     "For stages of a pipeline pass process_group=, the ranks that hold this stage (also if it is "
     "this rank alone), and stage_group=, one rank of each stage (the group= of a PipelineStage)"
 )
+_without_instances: dict[type, int] = {}  # how many references classes had
 _PIPELINING = "torch.distributed.pipelining"
 
 
@@ -25,20 +26,9 @@ class PipelineStages:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         wanted = set(params)
-        self.stages: list[Any] = []
-        self._schedules: list[Any] = []
-        if _PIPELINING not in sys.modules or not wanted:
-            return
-        from torch.distributed.pipelining.schedules import _PipelineSchedule
-        from torch.distributed.pipelining.stage import _PipelineStageBase
-
-        for found in gc.get_objects():
-            if issubclass(type(found), _PipelineStageBase):
-                # Without a module: its construction has failed.
-                if not wanted.isdisjoint(_params(found)):
-                    self.stages.append(found)
-            elif issubclass(type(found), _PipelineSchedule):
-                self._schedules.append(found)
+        found = _instances() if _PIPELINING in sys.modules and wanted else ()
+        self._schedules = [one for one in found if hasattr(one, "_n_microbatches")]
+        self.stages = [one for one in found if not wanted.isdisjoint(_params(one))]
 
     def beside(self) -> Any:
         """A stage that has others on other ranks; None: there is none."""
@@ -68,8 +58,33 @@ class PipelineStages:
         return found
 
 
+def _instances() -> list[Any]:
+    """All stages and schedules there are.
+
+    To look through a million objects takes 0.1 s. An instance holds a reference to its class: while
+    there are as many as when no instance was found, there is none.
+    """
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    kinds = _kinds(_PipelineStageBase) | _kinds(_PipelineSchedule)
+    references = {kind: sys.getrefcount(kind) for kind in kinds}
+    if references == _without_instances:
+        return []
+    found = [one for one in gc.get_objects() if type(one) in kinds]
+    _without_instances.clear()
+    if not found:
+        _without_instances.update(references)
+    return found
+
+
+def _kinds(kind: type) -> set[type]:
+    """A class and all that are derived from it."""
+    return {kind}.union(*map(_kinds, kind.__subclasses__()))
+
+
 def _params(stage: Any) -> Iterator[Tensor]:
-    module = getattr(stage, "submod", None)
+    module = getattr(stage, "submod", None)  # none: its construction has failed
     return iter(()) if module is None else module.parameters()
 
 

@@ -21,6 +21,9 @@ from samestep.kernels.small import (
     unsigned_bits,
     write_state,
 )
+from samestep.rules.adamw import LARGEST_GRADIENT
+
+ADAMW_LARGEST = tl.constexpr(LARGEST_GRADIENT)
 
 
 @triton.jit
@@ -52,6 +55,14 @@ def seen_gradient(values, factor, MAXIMIZE: tl.constexpr):
     if MAXIMIZE:
         g = -g
     return g
+
+
+@triton.jit
+def bounded(values, MOST: tl.constexpr):
+    """`rules.rule.bounded_gradient`: what is infinite or NaN stays so."""
+    size = tl.abs(values)
+    cut = (size > MOST) & (size < float("inf"))
+    return tl.where(cut, tl.where(values > 0, MOST, -MOST), values)
 
 
 @triton.jit
@@ -210,6 +221,7 @@ def adamw(
         master = pointer_in(tensors + 3 * count, number, master_dtype, ALIGNED) + offsets
     value = main_value(tl.load(param, inside, 0.0), master, inside)
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
+    g = bounded(g, ADAMW_LARGEST)
     decay = tl.load(weight_decay)
     if DECAY == "l2":
         g += value * decay.to(tl.float32)
@@ -224,6 +236,7 @@ def adamw(
     denominator = denominator / tl.load(root_corrections + number).to(tl.float32)
     if not EPS_HAT:
         denominator += tl.load(eps).to(tl.float32)
+    denominator = tl.where(denominator == 0, float("inf"), denominator)
     if DECAY == "decoupled":
         decay = tl.load(lr) * decay
     if CAUTIOUS:

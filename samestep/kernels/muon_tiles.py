@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from samestep.kernels.elementwise import (
+    bounded,
     is_written,
     main_value,
     pointer_in,
@@ -18,6 +19,10 @@ from samestep.kernels.elementwise import (
     store_value,
 )
 from samestep.kernels.small import keys_of, random_bits, read_state, signed_bits, write_state
+from samestep.rules.muon import LARGEST_GRADIENT, LARGEST_RESCALE
+
+MUON_LARGEST = tl.constexpr(LARGEST_GRADIENT)
+RESCALE_LARGEST = tl.constexpr(LARGEST_RESCALE)
 
 
 @triton.jit
@@ -43,6 +48,7 @@ def new_momentum(
     ema: m + (1 - mu) (g - m).  sum: mu m + g.
     """
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
+    g = bounded(g, MUON_LARGEST)
     m = read_state(momentum, inside, scale, scale_inside)
     mu_ = tl.load(mu)
     if EMA:
@@ -285,6 +291,7 @@ def direction_again(
                 g_begin = pointer_in(grads, number, grad_dtype, ALIGNED)
                 m_begin = pointer_in(momenta, number, tl.float32, ALIGNED)
                 g = seen_gradient(tl.load(g_begin + offsets, inside, 0.0), factor, MAXIMIZE)
+                g = bounded(g, MUON_LARGEST)
                 m = tl.load(m_begin + offsets, inside, 0.0)
                 u = direction_of(m, g, mu_, EMA, NESTEROV)
                 u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
@@ -299,7 +306,7 @@ def direction_again(
 def fitting_power(norm):
     """The power of two that brings a float64 norm to 8 .. 16, in float32; norms of any size."""
     exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022  # norm = f 2^e, f < 1
-    exponent = tl.minimum(tl.maximum(exponent, -99), 101)
+    exponent = tl.minimum(tl.maximum(exponent, -99), 121)
     return ((131 - exponent).to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -378,6 +385,7 @@ def equilibrate(
         first += COLS
     own = tl.sqrt(tl.sum(squares, 1))[:, None] / power
     factor = tl.load(norms + number) / root_rows / tl.maximum(own, 1e-6)
+    factor = tl.minimum(factor, 3.4028234663852886e38)  # finite also for rows of zeros
     if not MULTIPLIED:
         factor = factor * power
     total = tl.zeros((ROWS, COLS), tl.float64)
@@ -476,6 +484,7 @@ def direction_factors(
                 rescale = 1.0 / (tl.sqrt(new) + eps)
             else:
                 rescale = 1.0 / tl.sqrt(tl.maximum(new, eps))
+            rescale = tl.minimum(rescale, RESCALE_LARGEST)
             tl.store(factors + number * room + place, rescale, inside)
             new_squares += tl.where(inside, own * rescale * rescale, 0.0)
             first += SIZE

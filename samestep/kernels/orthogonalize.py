@@ -64,7 +64,7 @@ def orthogonalize_blocks(
 
 def fitting_powers(norms: Tensor) -> Tensor:
     """Powers of two that bring norms to 8 .. 16: they change no digit, and all fits float16."""
-    exponents = torch.frexp(norms.clamp(2.0**-100, 2.0**100)).exponent
+    exponents = torch.frexp(norms.clamp(2.0**-100, 2.0**120)).exponent
     return torch.ldexp(torch.ones_like(norms), 4 - exponents)
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from samestep.rules import checks
 from samestep.rules.fused_adamw import fused_adamw_
-from samestep.rules.rule import Options, Shape, Tensors, Update, in_dtype, on_host
+from samestep.rules.rule import Options, Shape, Tensors, Update, bounded_gradient, in_dtype, on_host
+
+LARGEST_GRADIENT = 2.0**63  # larger elements count as this: 32 bits hold its square
 
 
 class AdamWRule:
@@ -21,7 +23,7 @@ class AdamWRule:
 
     With `amsgrad` the largest v so far stands for v in the last line. `eps_hat` adds eps before
     the correction, as Moonlight and section 2 of arXiv 1412.6980 do:
-    (sqrt(v) + eps) / sqrt(1 - beta2^t) divides. `cautious` decays only where m and p have one sign
+    (sqrt(v) + eps) / sqrt(1 - beta2^t) divides. With `eps=0` an element whose v is 0 stays. `cautious` decays only where m and p have one sign
     (arXiv 2510.12402). `decay_form`: "independent" decays p (1 - wd); "l2" takes g + wd p for the
     gradient.
 
@@ -64,6 +66,11 @@ class AdamWRule:
                 "fused=True is torch's kernel, which has no eps_hat, no cautious decay and no "
                 f"decay_form but 'decoupled' (given: eps_hat={options['eps_hat']}, "
                 f"cautious={options['cautious']}, decay_form={form!r}): leave fused out"
+            )
+        if options["fused"] and not isinstance(options["eps"], Tensor) and options["eps"] == 0:
+            raise ValueError(
+                "fused=True is torch's kernel, which with eps=0 divides 0 by 0 where all gradients "
+                "have been 0: give eps a small number, or leave fused out"
             )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
@@ -110,6 +117,7 @@ class AdamWRule:
         for state in states:
             state["step"].add_(1)
         numbers = {key: value.item() for key, value in scalars.items()}
+        grads = [bounded_gradient(grad, LARGEST_GRADIENT) for grad in grads]
         fused_adamw_(params, grads, states, **numbers)
 
 
@@ -130,6 +138,7 @@ def _step(
     reads = on_host(param)
     if reads:
         numbers = {key: value.item() for key, value in numbers.items()}
+    grad = bounded_gradient(grad, LARGEST_GRADIENT)
     if options["fused"]:
         return _fused_step(param, grad, {**state, "step": step}, numbers, in_place=in_place)
     count, lr, beta1, beta2 = (numbers[key] for key in ("step", "lr", "beta1", "beta2"))
@@ -152,6 +161,8 @@ def _step(
         denominator = second_moment.sqrt().add_(numbers["eps"]).div_(correction2**0.5)
     else:
         denominator = second_moment.sqrt().div_(correction2**0.5).add_(numbers["eps"])
+    if not reads or numbers["eps"] == 0:
+        denominator.masked_fill_(denominator == 0, torch.inf)  # no step where nothing is known
     step_size = in_dtype(lr / correction1, param)
     if form == "decoupled":
         decay = lr * decay

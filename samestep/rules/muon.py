@@ -29,10 +29,16 @@ from samestep.rules.rule import (
     Shape,
     Tensors,
     Update,
+    bounded_gradient,
     in_dtype,
     number,
     on_host,
 )
+
+# Larger elements of a gradient count as this. All that is made of them fits 32 bits: differences,
+# momenta that are sums up to a momentum of 0.999, norms of blocks of 2^40 elements.
+LARGEST_GRADIENT = 2.0**100
+LARGEST_RESCALE = 2.0**63  # of variance reduction: its square fits 32 bits
 
 MomentumForm = Literal["ema", "sum"]
 VarianceAxis = Literal["long", "rows"]
@@ -145,6 +151,7 @@ class MuonRule:
         self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
         """Momentum, of any part of a block."""
+        grad = bounded_gradient(grad, LARGEST_GRADIENT)
         mu, form = number(scalars["momentum"], grad), options["momentum_form"]
         momentum = accumulate_momentum(state["momentum_buffer"], grad, mu, form)
         direction = look_ahead(momentum, grad, mu, form) if options["nesterov"] else momentum
@@ -261,7 +268,8 @@ def equilibrate_rows(blocks: Tensor) -> Tensor:
     """Each row x (||X||_F / sqrt(rows)) / max(||row||, 1e-6)."""
     target = block_norm(blocks) / blocks.shape[-2] ** 0.5
     rows = torch.linalg.vector_norm(blocks, dim=-1, keepdim=True, dtype=torch.float64)
-    factor: Tensor = target / rows.clamp_min(1e-6)
+    # A row of zeros in a huge block: its factor has to be finite, or it becomes NaN.
+    factor: Tensor = (target / rows.clamp_min(1e-6)).clamp_max(torch.finfo(blocks.dtype).max)
     return blocks * factor.to(blocks.dtype)
 
 
@@ -307,6 +315,7 @@ def reduce_variance(
         rescale = variance.sqrt().add_(eps).reciprocal_()
     else:
         rescale = variance.clamp_min(eps).rsqrt()
+    rescale = rescale.clamp_max(LARGEST_RESCALE)  # rows of zeros, with the smallest eps
     square_sums = mean_square * direction.shape[dim]
     norm = square_sums.sum(dim=(-2, -1), keepdim=True).sqrt()
     new_norm = (square_sums * rescale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()

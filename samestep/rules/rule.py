@@ -181,6 +181,19 @@ def number(scalar: Tensor, like: Tensor) -> Any:
     return scalar.item() if on_host(like) else scalar
 
 
+def bounded_gradient(grad: Tensor, most: float) -> Tensor:
+    """Elements no larger than `most`, at least 2^63: what a rule makes of finite ones is finite.
+
+    What is infinite or NaN stays so: a gradient that is broken must not look sound. On the host the
+    sum of squares, which is quickly had, tells first whether there may be anything to do.
+    """
+    if on_host(grad):
+        flat = grad.reshape(-1)
+        if torch.dot(flat, flat).item() <= 2.0**126:
+            return grad
+    return torch.where(grad.isinf(), grad, grad.clamp(-most, most))
+
+
 def in_dtype(value: float | Tensor, like: Tensor) -> Any:
     """A 0-D tensor in the dtype of another; Python's numbers fit any."""
     return value.to(like.dtype) if isinstance(value, Tensor) else value

@@ -280,6 +280,39 @@ def test_adamw_keeps_the_master_of_a_narrow_parameter():
         assert torch.equal(param, state["master_weight"].half())
 
 
+def huge(grad):
+    """A gradient with elements that are zero, too large for their squares, and as large as any."""
+    grad = grad.clone()
+    grad[..., 0], grad[..., 1], grad[..., 2] = 0.0, 1e25, -3.4e38
+    return grad
+
+
+@pytest.mark.parametrize("own", [{}, {"eps_hat": True}])
+def test_adamw_of_huge_gradients_is_that_of_plain_torch(own):
+    params, grads, _ = adamw_case()
+    grads = [huge(grad) for grad in grads]
+    states = [
+        {
+            "step": torch.zeros((), device=DEVICE),
+            **{key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")},
+        }
+        for param in params
+    ]
+    options = {**ADAMW.defaults, **own}
+    scalars = {key: number(value) for key, value in {**ADAMW_NUMBERS, "eps": 0.0}.items()}
+    wanted = [
+        ADAMW.update(param, grad, state, scalars, options)
+        for param, grad, state in zip(params, grads, states, strict=True)
+    ]
+    AdamWTensors(params, states).step_(gradients(grads), Step(scalars, options, None, False, None))
+    for param, state, new in zip(params, states, wanted, strict=True):
+        assert param.isfinite().all()
+        torch.testing.assert_close(param, new.param, rtol=2e-6, atol=2e-6)
+        for key, tensor in state.items():
+            assert tensor.isfinite().all()
+            torch.testing.assert_close(tensor, new.state[key], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_adamw_leaves_alone_what_it_shall(whole):
     params, grads, states = adamw_case()
@@ -368,6 +401,37 @@ def test_muon_is_that_of_plain_torch(shape, own):
     torch.testing.assert_close(
         squares.double(), wanted.direction().double().square().sum((-2, -1)), rtol=0.02, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    "own",
+    [SUM, NANOCHAT, {"variance_beta2": 0.9, "variance_eps": 1e-20, "variance_eps_form": "add"}],
+)
+@pytest.mark.usefixtures("products_by_torch")
+def test_muon_of_huge_gradients_is_that_of_plain_torch(own):
+    options = {**MUON.defaults, **own, "compute_dtype": torch.float16}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    one, many = torch.zeros(2, 12, 20, device=DEVICE)
+    one[2, 3] = 3.4e38
+    many[:6] = 2e38
+    for grad in (one, many):
+        params, _, states = muon_case(12, 20, options)
+        for state in states:
+            for tensor in state.values():
+                tensor.zero_()
+        for sign in (1.0, -1.0):
+            before = torch.stack(params)
+            grads = [grad * sign] * 2
+            wanted = stacked(params, grads, states, scalars, options, factor=1.0)
+            step = Step(scalars, options, None, False, None)
+            muon_([(MuonBlocks(params, states), gradients(grads))], step, measure=False)
+            found = torch.stack(params)
+            assert distance(found - before, wanted.param - before) < 0.02
+            for key, new in wanted.state.items():
+                kept = torch.stack([state[key] for state in states])
+                assert kept.isfinite().all()
+                # Of a block with one singular value nothing averages rounding to 16 bits out.
+                assert distance(kept, new) < (1e-6 if key == "momentum_buffer" else 0.03)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ class AdamWRule:
 
     With `amsgrad` the largest v so far stands for v in the last line. `eps_hat` adds eps before
     the correction, as Moonlight and section 2 of arXiv 1412.6980 do:
-    (sqrt(v) + eps) / sqrt(1 - beta2^t) divides. With `eps=0` an element whose v is 0 stays. `cautious` decays only where m and p have one sign
+    (sqrt(v) + eps) / sqrt(1 - beta2^t) divides. `cautious` decays only where m and p have one sign
     (arXiv 2510.12402). `decay_form`: "independent" decays p (1 - wd); "l2" takes g + wd p for the
-    gradient.
+    gradient. With `eps=0` an element whose v is 0 stays where it is.
 
     `fused` does all in one pass over memory, on CPU, as torch's own does: about twice as fast,
     other by rounding; not with the forms above, which torch's kernel does not have.

@@ -212,6 +212,6 @@ KERNEL_SCALED = ("keller", "deepspeed")  # convolutions by their kernels, not as
 
 def preset_options(name: str, rule: RuleName) -> Group:
     """The keys of a preset by name, without the key "rule"."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"preset {name!r} is not known; choose one of {sorted(PRESETS)}")
     return {key: value for key, value in PRESETS[name](rule).items() if key != "rule"}

@@ -677,7 +677,7 @@ def test_decays_per_role_need_roles():
         samestep.MuonAdamW([{"params": [raw(4)], "rule": "adamw"}], scalar_decay=0.0)
     with pytest.raises(ValueError, match="takes the place of overrides and per-role"):
         samestep.MuonAdamW(gpt(), groups=[{"params": "*", "rule": "adamw"}], scalar_decay=0.0)
-    with pytest.raises(ValueError, match="weight_decay"):
+    with pytest.raises(ValueError, match=r"Invalid scalar_decay value: -1\.0"):
         samestep.MuonAdamW(gpt(), scalar_decay=-1.0)
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from samestep.plan.links import LEAST_ELEMENTS
 from samestep.plan.sharding import OwnerStrategy
 from samestep.plan.transfers import BucketPolicy
+from samestep.rules import checks
 
 Sharding = Literal["auto", "none", "zero1", "zero2"]
 Reduction = Literal["fast", "ordered"]
@@ -21,6 +23,63 @@ StateDictForm = Literal["whole", "part"]
 Offload = Literal["state"]
 
 FILLS_A_GPU = 1 << 26  # elements: ten blocks of 1280 x 5120, forty of 1280 x 1280
+
+
+def whole_number(name: str, value: Any, least: int = 1, or_none: str = "") -> None:
+    """A whole number."""
+    if type(value) is not int or value < least:
+        raise ValueError(
+            f"{name} must be a whole number from {least} on{or_none}, got {checks.shown(value)}"
+        )
+
+
+def _from_one_on(name: str, value: Any) -> None:
+    if not (isinstance(value, int | float) and value >= 1):
+        raise ValueError(f"{name} must be a number from 1 on, got {checks.shown(value)}")
+
+
+def _dtype(name: str, value: Any) -> None:
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} must be a floating torch.dtype, got {checks.shown(value)}")
+
+
+def process_group(name: str, value: Any) -> None:
+    """A process group of torch.distributed."""
+    if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        hint = "; mesh.get_group(name) gives one" if type(value).__name__ == "DeviceMesh" else ""
+        raise TypeError(
+            f"{name} must be a torch.distributed.ProcessGroup, got {checks.shown(value)} of type "
+            f"{type(value).__name__}{hint}"
+        )
+
+
+def check_fields(options: Any) -> None:
+    """Raise unless every field of a dataclass has a value that its annotation takes."""
+    for field in fields(options):
+        annotation: Any = field.type
+        taken_as(annotation)(field.name, getattr(options, field.name))
+
+
+@cache
+def taken_as(annotation: Any) -> checks.Check:
+    """The check that an annotation stands for."""
+    if get_origin(annotation) is Annotated:
+        check: checks.Check = get_args(annotation)[1]
+        return check
+    is_optional = NoneType in get_args(annotation)
+    kind = get_args(annotation)[0] if is_optional else annotation
+    if kind is bool:
+        return checks.boolean_or_none if is_optional else checks.boolean
+    or_none = ", or None" if is_optional else ""
+    if get_origin(kind) is Literal:
+        others = ", or leave it out" if is_optional else ""
+        check = partial(checks.one_of, allowed=get_args(kind), others=others)
+    elif kind is int:
+        check = partial(whole_number, or_none=or_none)
+    else:
+        by_kind = {float: _from_one_on, torch.dtype: _dtype, dist.ProcessGroup: process_group}
+        check = by_kind[kind]
+    return checks.optional(check) if is_optional else check
 
 
 @dataclass(frozen=True)
@@ -108,7 +167,7 @@ class Distribution:
     max_state_ratio: float | None = None
     muon_schedule: MuonSchedule = "parallel"
     chunk_size: int | None = None
-    chunks_ahead: int = 1
+    chunks_ahead: Annotated[int, partial(whole_number, least=0)] = 1
     block_dtype: torch.dtype | None = None
     check_gradients: bool = False
     state_dict_form: StateDictForm = "whole"
@@ -117,35 +176,10 @@ class Distribution:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            self._check_value(field.name, field.type)
+        check_fields(self)
         for given, why in self._conflicts():
             if given:
                 raise ValueError(why)
-
-    def _check_value(self, name: str, kind: Any) -> None:
-        """Raise unless a field has a value of its type; numbers count from 1 on."""
-        value, optional = getattr(self, name), NoneType in get_args(kind)
-        if optional and value is None:
-            return
-        kind = get_args(kind)[0] if optional else kind
-        allowed = list(get_args(kind))
-        if get_origin(kind) is Literal and value not in allowed:
-            way_out = ", or leave it out" if optional else ""
-            raise ValueError(f"{name} {value!r} is not supported; choose one of {allowed}{way_out}")
-        least = 0 if name == "chunks_ahead" else 1
-        if kind is int and (type(value) is not int or value < least):
-            or_none = ", or None" if optional else ""
-            raise ValueError(
-                f"{name} must be a whole number from {least} on{or_none}, got {value!r}"
-            )
-        if kind is float and not (isinstance(value, int | float) and value >= 1):
-            raise ValueError(f"{name} must be a number from 1 on, got {value!r}")
-        if kind is bool and type(value) is not bool:
-            words = "True, False or None" if optional else "True or False"
-            raise TypeError(f"{name} must be {words}, got {value!r}")
-        if kind is torch.dtype and not (isinstance(value, torch.dtype) and value.is_floating_point):
-            raise TypeError(f"{name} must be a floating torch.dtype, got {value!r}")
 
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
         """What does not go together: whether it was given, and the error."""

@@ -17,6 +17,7 @@ from samestep.groups.param_groups import (
     naming_group,
     options_of,
     parameter_names,
+    rule_of,
 )
 from samestep.rules.rule import math_dtype
 
@@ -112,8 +113,8 @@ class GroupChecks:
         self._checked_options.pop(index, None)
         self.hyperparameters.set_since(index)
         planned = self._planned[index]
-        if group.get("rule") == planned["rule"]:
-            with naming_group(index):
+        with naming_group(index):
+            if rule_of(group).name == planned["rule"]:
                 check(group)
                 refuse_lost_keys(group)
         changes = decisive_changes(planned, group)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from samestep.groups.distribution import Distribution
 from samestep.groups.step_options import StepOptions
-from samestep.rules import RULES
+from samestep.rules import RULES, checks
 from samestep.rules.rule import Rule
 
 # Keywords of an optimizer that concern all of its groups.
@@ -128,7 +128,8 @@ def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[st
     `fused`: it is an option of ours.
     """
     ways = {*WAYS_OF_TORCH} - ({"fused"} if fused else set())
-    for key in ways & options.keys():
+    for key in sorted(ways & options.keys()):
+        checks.boolean_or_none(key, options[key])
         reason = why_not_this_way(key, options[key])
         if reason is not None:
             raise ValueError(reason)
@@ -137,7 +138,7 @@ def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[st
 
 def why_not_this_way(key: str, value: Any) -> str | None:
     """Why a step is not computed as a keyword of torch asks for; None: it asks for nothing."""
-    return WAYS_OF_TORCH.get(key) if value else None
+    return WAYS_OF_TORCH.get(key) if value is True else None
 
 
 def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
@@ -155,7 +156,8 @@ def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any
 
 def refuse_lost_keys(group: Mapping[str, Any]) -> None:
     """Raise if a key of a group would be dropped in silence, whenever it was set."""
-    rule = RULES.get(group.get("rule", ""))
+    name = group.get("rule")
+    rule = RULES.get(name) if isinstance(name, str) else None
     known = set() if rule is None else options_of_rule(rule)
     for key in [key for key in group if key not in known]:
         reason = why_lost(key, group[key], rule)
@@ -170,7 +172,7 @@ def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
     """
     if (rule is None and _readers(key)) or (rule is not None and key in options_of_rule(rule)):
         return None
-    if key in WAYS_OF_TORCH and not (key == "fused" and value):
+    if key in WAYS_OF_TORCH and (key != "fused" or value in (None, False)):
         return why_not_this_way(key, value)
     told = said_here(key, value)
     if told is not None:

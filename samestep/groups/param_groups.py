@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from samestep.groups.group_keys import CUTS, OF_EVERY_GROUP, likely_option, said_here
+from samestep.groups.distribution import process_group
+from samestep.groups.group_keys import (
+    CUTS,
+    OF_EVERY_GROUP,
+    WAYS_OF_TORCH,
+    likely_option,
+    said_here,
+)
 from samestep.layout.blocks import Block, blocks_of
 from samestep.layout.fused_rows import rows_in, whole_name
-from samestep.rules import RULES
+from samestep.rules import RULES, checks
 from samestep.rules.checks import MOMENTS
 from samestep.rules.rule import Rule
 from samestep.rules.state import MASTER
@@ -27,6 +34,15 @@ ADJUST_LR_FN = {
     "original": "original",
     "match_rms_adamw": "match_rms_adamw",
     "spectral_unclamped": "unit_rms_norm",
+}
+# What keys take that go with every rule; `params` are looked at one by one.
+OF_GROUPS: Mapping[str, checks.Check] = {
+    "maximize": checks.boolean,
+    "role": checks.word,
+    "param_names": checks.words,
+    "process_group": checks.optional(process_group),
+    "divisor": checks.optional(checks.positive),
+    **dict.fromkeys(WAYS_OF_TORCH.keys() - {"fused"}, checks.boolean_or_none),
 }
 ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
 
@@ -73,7 +89,8 @@ class ParamGroup(dict[str, Any]):
 
     def _own_momentum(self) -> str | None:
         """Which of the two keys the rule reads; None: neither, or both."""
-        rule = RULES.get(self.get("rule", ""))
+        name = self.get("rule")
+        rule = RULES.get(name) if isinstance(name, str) else None
         keys = [key for key in ("momentum", "betas") if rule is not None and key in rule.defaults]
         return keys[0] if len(keys) == 1 else None
 
@@ -106,8 +123,8 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
             "list of (name, parameter), has its rules chosen (Hugging Face's Trainer gives the "
             "model with optimizer_cls_and_kwargs=samestep.hf.factory(lr=...))"
         )
-    if name not in RULES:
-        raise ValueError(f"rule {name!r} is not known; choose one of {sorted(RULES)}")
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(f"rule {checks.shown(name)} is not known; choose one of {sorted(RULES)}")
     return RULES[name]
 
 
@@ -122,14 +139,20 @@ def own_spelling(options: Mapping[str, Any]) -> Group:
     if "adjust_lr_fn" in options:
         if "adjust_lr" in options:
             raise ValueError("adjust_lr and adjust_lr_fn mean the same: give only one of them")
-        value = options.pop("adjust_lr_fn") or "original"
-        if value not in ADJUST_LR_FN:
-            raise ValueError(
-                f"Adjust learning rate function {value} is not supported; "
-                f"choose one of {list(ADJUST_LR_FN)}"
-            )
-        options["adjust_lr"] = ADJUST_LR_FN[value]
+        value = options.pop("adjust_lr_fn")
+        check_adjust_lr_fn("adjust_lr_fn", value)
+        options["adjust_lr"] = ADJUST_LR_FN[value or "original"]
     return options
+
+
+def check_adjust_lr_fn(name: str, value: Any) -> None:
+    """A spelling of torch.optim.Muon and torchtitan, or None."""
+    if value is not None and not checks.is_one_of(value, ADJUST_LR_FN):
+        text = value if isinstance(value, str) else checks.shown(value)
+        raise ValueError(
+            f"Adjust learning rate function {text} is not supported: {name} is "
+            f"{checks.shown(value)}; choose one of {list(ADJUST_LR_FN)}"
+        )
 
 
 def complete(group: Mapping[str, Any], rule_options: Mapping[str, Mapping[str, Any]]) -> Group:
@@ -158,8 +181,7 @@ def check(group: Mapping[str, Any]) -> None:
     missing = [key for key in ("maximize", *rule.defaults) if key not in group]
     if missing:
         raise ValueError(f"the key {missing[0]!r} is missing; rule {rule.name!r} needs it")
-    if not isinstance(group["maximize"], bool):
-        raise TypeError(f"maximize must be True or False, got {group['maximize']!r}")
+    checks.every(OF_GROUPS, group)
     rule.check(group)
 
 
@@ -192,7 +214,7 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """
     rule = rule_of(old)
     if new.get("rule") != old["rule"]:
-        return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
+        return f"rule: {old['rule']!r} -> {checks.shown(new.get('rule'))}"
     cuts = [[_normal(o.get(key)) or None for key in CUTS] for o in (old, new)]
     # Of a block that is wide: some state is per row or per column as options say.
     states = [(dict(rule.state_shapes((2, 3), o)), o.get("state_dtypes")) for o in (old, new)]
@@ -203,8 +225,12 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         before, after = old.get(key), new.get(key)
         schedule = key in rule.schedulable and None not in (before, after)
         if _normal(before) != _normal(after) and not schedule:
-            changes.append(f"{key}: {before} -> {after}")
+            changes.append(f"{key}: {_brief(before)} -> {_brief(after)}")
     return ", ".join(changes)
+
+
+def _brief(value: Any) -> str:
+    return value if isinstance(value, str) else checks.shown(value)
 
 
 def _normal(value: Any) -> Any:

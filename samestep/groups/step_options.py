@@ -1,8 +1,16 @@
 """How an optimizer takes its steps: what the user asked for, as one value."""
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
+from samestep.groups.distribution import check_fields
 from samestep.rules import checks
+
+
+def _flag_or_backend(name: str, value: Any) -> None:
+    """Whether there is such a backend is known where it is looked up."""
+    if not isinstance(value, str):
+        checks.boolean(name, value, ", or the name of a backend of torch.compile")
 
 
 @dataclass(frozen=True)
@@ -24,20 +32,14 @@ class StepOptions:
     """
 
     master_weights: bool | None = None
-    max_grad_norm: float | None = None
+    max_grad_norm: Annotated[float | None, checks.optional(checks.limit)] = None
     update_rms: bool = False
-    compile: bool | str = False
+    compile: Annotated[bool | str, _flag_or_backend] = False
     cuda_graph: bool | None = None
-    batch_elements: int | None = None
+    batch_elements: Annotated[int | None, checks.optional(checks.count)] = None
 
     def __post_init__(self) -> None:
-        if self.max_grad_norm is not None:
-            checks.limit("max_grad_norm", self.max_grad_norm)
-        checks.boolean("update_rms", self.update_rms)
-        if self.cuda_graph is not None:
-            checks.boolean("cuda_graph", self.cuda_graph)
-        if self.batch_elements is not None:
-            checks.count("batch_elements", self.batch_elements)
+        check_fields(self)
         if self.cuda_graph and self.compile:
             raise ValueError(
                 "cuda_graph=True and compile exclude each other: leave one of them out"

@@ -65,6 +65,10 @@ class Form(NamedTuple):
         return [number for number, size in enumerate(sizes) for _ in range(size)] * groups
 
 
+def _brief(sizes: tuple[object, ...]) -> str:
+    return f"{str(sizes[:9])[:-1]}, ...)" if len(sizes) > 99 else str(sizes)
+
+
 def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
     """What `split_sizes` means for matrices of so many rows; raises with the way out."""
     if given is None:
@@ -75,11 +79,11 @@ def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
         raise ValueError(f"has split_sizes {given!r}: give {_SPELLINGS}")
     sizes = tuple(cast("Sequence[int]", given))
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"has split_sizes {sizes}: they must be whole numbers above 0")
+        raise ValueError(f"has split_sizes {_brief(sizes)}: they must be whole numbers above 0")
     if sum(sizes) != rows:
         raise ValueError(
-            f"has split_sizes {sizes}, which add up to {sum(sizes)}, but each of its matrices "
-            f"has {rows} rows: make them add up to {rows}"
+            f"has split_sizes {_brief(sizes)}, which add up to {sum(sizes)}, but each of its "
+            f"matrices has {rows} rows: make them add up to {rows}"
         )
     return Split(sizes)
 

@@ -14,6 +14,7 @@ from samestep.groups.group_keys import without_ways_of_torch
 from samestep.groups.mistakes import averages_with_ddp
 from samestep.groups.param_groups import (
     Group,
+    check_adjust_lr_fn,
     check_pair,
     own_spelling,
     parameter_names,
@@ -30,9 +31,9 @@ from samestep.groups.routing import (
 from samestep.groups.step_options import StepOptions
 from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
-from samestep.presets import KERNEL_SCALED, preset_options
-from samestep.recipes import known_of
-from samestep.rules import RULES
+from samestep.presets import KERNEL_SCALED, PRESETS, preset_options
+from samestep.recipes import RECIPES, known_of
+from samestep.rules import RULES, checks
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.tooling.warn import warn_user
@@ -43,6 +44,58 @@ ROLE_OPTIONS = {
     f"{role}_{short}": (role, key)
     for short, key in (("lr", "lr"), ("decay", "weight_decay"))
     for role in ROLES
+}
+
+
+def _preset(name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in PRESETS:
+        raise ValueError(
+            f"{name} {checks.shown(value)} is not known; choose one of {sorted(PRESETS)}"
+        )
+
+
+def _recipe(name: str, value: Any) -> None:
+    is_known = isinstance(value, str) and (value == "auto" or value in RECIPES)
+    if not (is_known or value is None or isinstance(value, Mapping)):
+        raise ValueError(
+            f"{name} {checks.shown(value)} is not known; choose one of {sorted(RECIPES)}, or "
+            '"auto", None, or group keys by name of a parameter'
+        )
+
+
+def _overrides(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name} must be a mapping of name patterns or predicates to group keys, such as "
+            f'{{"head.*": {{"lr": 1e-3}}}}, got {checks.shown(value)}'
+        )
+
+
+def _groups(name: str, value: Any) -> None:
+    items = value if isinstance(value, list | tuple) else ()
+    no_list = not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | Tensor)
+    if no_list or not all(isinstance(item, Mapping) for item in items):
+        raise TypeError(
+            f'{name}: must be a list of dicts with the key "params" (a name pattern, a predicate '
+            f"or a list of them), got {checks.shown(value)}"
+        )
+
+
+# What keywords take, of every optimizer; `StepOptions` and `Distribution` check their own.
+TAKEN: Mapping[str, checks.Check] = {
+    **MuonRule.taken,
+    **AdamWRule.taken,
+    "fused": checks.boolean_or_none,
+    "maximize": checks.boolean,
+    "adjust_lr_fn": check_adjust_lr_fn,
+    **{
+        keyword: checks.learning_rate if key == "lr" else checks.not_negative
+        for keyword, (_, key) in ROLE_OPTIONS.items()
+    },
+    "preset": checks.optional(_preset),
+    "recipe": _recipe,
+    "overrides": checks.optional(_overrides),
+    "groups": checks.optional(_groups),
 }
 
 
@@ -195,6 +248,8 @@ class MuonAdamW(RuleOptimizer):
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
         params = _listed(params)
+        own = {"preset": preset, "recipe": recipe, "overrides": overrides, "groups": groups}
+        checks.every(TAKEN, own if lr is None else {**own, "lr": lr})
         steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
         model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
@@ -226,6 +281,12 @@ class MuonAdamW(RuleOptimizer):
         has_own_rate = "lr" in by_role.get("matrix", {})
         if named is not None and groups is None and lr is not None and not has_own_rate:
             _refuse_one_rate(preset)
+        if recipe not in ("auto", None) and (model is None or groups is not None):
+            raise ValueError(
+                f"recipe={checks.shown(recipe)} needs a model whose parameters it routes, and "
+                "parameters or groups were given: pass overrides=samestep.recipes.overrides(model, "
+                "recipe) with named parameters"
+            )
         order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
         reasons: dict[str, str] = {}
         if named is not None:
@@ -281,8 +342,10 @@ class Muon(RuleOptimizer):
         **options: Unpack[MuonOptions],
     ) -> None:
         params = _listed(params)
+        own = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
+        checks.every(TAKEN, own)
         steps, distribution, rest = _sorted_out(params, options, MuonOptions)
-        given = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize, **rest}
+        given = {**own, **rest}
         super().__init__(
             params,
             {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
@@ -319,14 +382,15 @@ class AdamW(RuleOptimizer):
         **options: Unpack[CommonOptions],
     ) -> None:
         params = _listed(params)
-        steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "eps_hat": eps_hat, "cautious": cautious,
-            "decay_form": decay_form, "fused": False if fused is None else fused,
-            "maximize": maximize,
+            "decay_form": decay_form, "fused": fused, "maximize": maximize,
             "state_dtypes": state_dtypes,
         }  # fmt: skip
+        checks.every(TAKEN, given)
+        given = own_spelling(given)
+        steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         super().__init__(
             params,
             {"rule": "adamw", **given},
@@ -373,6 +437,11 @@ def _tell_of_convolutions(preset: str | None, groups: Sequence[Group]) -> None:
 
 def _listed(params: Params) -> Params:
     """Parameters that can be looked at more than once."""
+    if not isinstance(params, nn.Module | Iterable) or isinstance(params, str | bytes | Mapping):
+        raise TypeError(
+            "params must be a model, parameters, (name, parameter) pairs or a list of group dicts, "
+            f"got {checks.shown(params)} of type {type(params).__name__}"
+        )
     return list(params) if isinstance(params, Iterator) else params
 
 
@@ -384,6 +453,7 @@ def _sorted_out(
     for name in given:
         if name not in known.__annotations__:
             raise unknown_option(name, known.__annotations__)
+    checks.every(TAKEN, given)
     options = own_spelling(given)
     of_steps = {key: options.pop(key) for key in StepOptions.__annotations__ if key in options}
     of_ranks = {key: options.pop(key) for key in Distribution.__annotations__ if key in options}

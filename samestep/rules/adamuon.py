@@ -43,13 +43,14 @@ class AdaMuonRule(MuonRule):
         "renormalize": True,
     }
 
+    taken: ClassVar = {**MuonRule.taken, "sign": checks.boolean}
+
     def check(self, options: Options) -> None:
         if options["variance_beta2"] is None:
             raise ValueError(
                 "variance_beta2 is None, and rule 'adamuon' is Muon with a second moment: give a "
                 "number in [0, 1), or take rule 'muon'"
             )
-        checks.boolean("sign", options["sign"])
         super().check({**{key: MuonRule.defaults[key] for key in NOT_HERE}, **options})
 
     def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:

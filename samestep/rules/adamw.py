@@ -1,6 +1,7 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -46,16 +47,22 @@ class AdamWRule:
         "state_dtypes": None,  # {"exp_avg": torch.bfloat16, ...}: kept so, computed in 32 bits
     }
     schedulable = frozenset({"lr", "betas", "eps", "weight_decay"})
+    taken: ClassVar[Mapping[str, checks.Check]] = {
+        "lr": checks.learning_rate,
+        "betas": checks.betas,
+        "eps": checks.not_negative,
+        "weight_decay": checks.not_negative,
+        "amsgrad": checks.boolean,
+        "eps_hat": checks.boolean,
+        "cautious": checks.boolean,
+        "decay_form": partial(checks.one_of, allowed=("decoupled", "independent", "l2")),
+        "fused": checks.boolean,
+        "state_dtypes": checks.state_dtypes,
+    }
 
     def check(self, options: Options) -> None:
-        checks.learning_rate(options["lr"])
-        checks.betas(options["betas"])
-        checks.not_negative("eps", options["eps"])
-        checks.not_negative("weight_decay", options["weight_decay"])
-        for key in ("amsgrad", "eps_hat", "cautious", "fused"):
-            checks.boolean(key, options[key])
+        checks.every(self.taken, options)
         form = options["decay_form"]
-        checks.one_of("decay_form", form, ("decoupled", "independent", "l2"))
         if options["cautious"] and form == "l2":
             raise ValueError(
                 "cautious=True and decay_form='l2' exclude each other: decay that is part of the "
@@ -72,7 +79,6 @@ class AdamWRule:
                 "fused=True is torch's kernel, which with eps=0 divides 0 by 0 where all gradients "
                 "have been 0: give eps a small number, or leave fused out"
             )
-        checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
         beta1, beta2 = options["betas"]

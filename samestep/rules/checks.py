@@ -1,7 +1,7 @@
 """Checks of option values. Each raises with the option's name and the bad value."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,23 +17,69 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master
 OF_MOMENTS = (EIGHT_BITS, *(f"{EIGHT_BITS}/{size}" for size in BLOCKS), STOCHASTIC)
 
 
+Check = Callable[[str, Any], None]  # raises unless a value of that name can be taken
+
+
+def every(taken: Mapping[str, Check], options: Mapping[str, Any]) -> None:
+    """Check every option of a table that is given."""
+    for name, check in taken.items():
+        if name in options:
+            check(name, options[name])
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, and of a tensor what it is where nobody can read it."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
+        return f"a tensor of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, list | tuple) and len(value) > 9:
+        return f"{shown(value[:6])[:-1]}, ...{repr(value)[-1:] if len(value) < 99 else ''}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 99 else f"{text[:96]}..."
+
+
+def optional(check: Check) -> Check:
+    """None, or what another check takes."""
+
+    def checked(name: str, value: Any) -> None:
+        if value is not None:
+            check(name, value)
+
+    return checked
+
+
 def _number(name: str, value: Any) -> float:
     """`value` as a float; a tensor is read only when that needs no wait for a device."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+            raise ValueError(
+                f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}: {name} must be "
+                f"a number, got {shown(value)}"
+            )
+        if value.is_meta or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(
+                f"{name} must be a real number or a tensor that has one, got {shown(value)} of "
+                f"dtype {value.dtype}"
+            )
         return float(value) if value.device.type == "cpu" else 0.0
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, got {shown(value)} of type {_type(value)}")
     try:
         return float(value)
     except OverflowError:
         return math.inf
 
 
-def learning_rate(value: Any) -> None:
+def _type(value: Any) -> str:
+    return type(value).__name__
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def learning_rate(name: str, value: Any) -> None:
     """A finite number that is not negative, or a one-element tensor."""
-    not_negative("lr", value, called="learning rate")
+    not_negative(name, value, called="learning rate")
 
 
 def not_negative(name: str, value: Any, called: str | None = None) -> None:
@@ -41,60 +87,85 @@ def not_negative(name: str, value: Any, called: str | None = None) -> None:
     number = _number(name, value)
     if not (math.isfinite(number) and number >= 0):
         what = called or f"{name} value"
-        raise ValueError(f"Invalid {what}: {value}; give a finite number >= 0")
+        own = f" for {name}" if called else ""
+        raise ValueError(f"Invalid {what}: {shown(value)}{own}; give a finite number >= 0")
 
 
 def positive(name: str, value: Any) -> None:
     """A finite number above 0."""
     number = _number(name, value)
     if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"Invalid {name} value: {value}; give a finite number > 0")
+        raise ValueError(f"Invalid {name} value: {shown(value)}; give a finite number > 0")
 
 
 def at_least_one(name: str, value: Any) -> None:
     """A finite number from 1 on."""
     number = _number(name, value)
     if not (math.isfinite(number) and number >= 1):
-        raise ValueError(f"Invalid {name} value: {value}; give a finite number >= 1")
+        raise ValueError(f"Invalid {name} value: {shown(value)}; give a finite number >= 1")
 
 
 def limit(name: str, value: Any) -> None:
     """A number that is not negative, or infinity."""
     if not _number(name, value) >= 0:
-        raise ValueError(f"Invalid {name} value: {value}; give a number >= 0, or math.inf")
+        raise ValueError(f"Invalid {name} value: {shown(value)}; give a number >= 0, or math.inf")
 
 
 def fraction(name: str, value: Any) -> None:
     """A number in [0, 1)."""
     if not 0 <= _number(name, value) < 1:
-        raise ValueError(f"Invalid {name} value: {value}; give a number in [0, 1)")
+        raise ValueError(f"Invalid {name} value: {shown(value)}; give a number in [0, 1)")
 
 
-def betas(value: Any) -> None:
+def betas(name: str, value: Any) -> None:
     """Two numbers in [0, 1), both floats or both tensors."""
-    if not isinstance(value, Sequence) or len(value) != 2:
-        raise TypeError(f"betas must be two numbers, got {value!r}")
+    if not _is_sequence(value) or len(value) != 2:
+        raise TypeError(f"{name} must be two numbers, got {shown(value)}")
     if isinstance(value[0], Tensor) != isinstance(value[1], Tensor):
-        raise ValueError(f"betas must be either both floats or both Tensors, got {value}")
+        raise ValueError(f"{name} must be either both floats or both Tensors, got {value}")
     for index, beta in enumerate(value):
-        if not 0 <= _number(f"betas[{index}]", beta) < 1:
+        if not 0 <= _number(f"{name}[{index}]", beta) < 1:
             raise ValueError(
-                f"Invalid beta parameter at index {index}: {beta}; give a number in [0, 1)"
+                f"Invalid beta parameter at index {index}: {beta} in {name} {shown(value)}; give a "
+                "number in [0, 1)"
             )
 
 
-def boolean(name: str, value: Any) -> None:
+def boolean(name: str, value: Any, others: str = "") -> None:
     """True or False, nothing that merely looks like it."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
+        raise TypeError(f"{name} must be True or False{others}, got {shown(value)}")
+
+
+def boolean_or_none(name: str, value: Any) -> None:
+    """True, False or None."""
+    if value is not None:
+        boolean(name, value, " or None")
+
+
+def is_one_of(value: Any, allowed: Collection[Any]) -> bool:
+    """Whether it is one of the allowed values, whatever a comparison with it would be."""
+    return any(isinstance(value, type(each)) and bool(value == each) for each in allowed)
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any], others: str = "") -> None:
     """One of the allowed values; `others` are said beside them, and checked elsewhere."""
-    if value not in allowed:
+    if not is_one_of(value, allowed):
         raise ValueError(
-            f"{name} {value!r} is not supported; choose one of {list(allowed)}{others}"
+            f"{name} {shown(value)} is not supported; choose one of {list(allowed)}{others}"
         )
+
+
+def word(name: str, value: Any) -> None:
+    """A text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, got {shown(value)} of type {_type(value)}")
+
+
+def words(name: str, value: Any) -> None:
+    """Texts in a list."""
+    if not _is_sequence(value) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} must be a list of str, got {shown(value)} of type {_type(value)}")
 
 
 def steps(name: str, value: Any) -> None:
@@ -106,7 +177,7 @@ def steps(name: str, value: Any) -> None:
 def count(name: str, value: Any, most: int | None = None) -> None:
     """A whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
+        raise TypeError(f"{name} must be a whole number, got {shown(value)}")
     if value < 1 or (most is not None and value > most):
         allowed = "from 1 on" if most is None else f"from 1 to {most}"
         raise ValueError(f"Invalid {name} value: {value}; give a whole number {allowed}")
@@ -127,7 +198,23 @@ def coefficients(name: str, value: Any) -> None:
     is_list = isinstance(value, Sequence) and len(value) > 0 and all(map(is_triple, value))
     if not (is_triple(value) or is_list):
         raise ValueError(
-            f"{name} must be finite numbers (a, b, c) or a list of such triples, got {value!r}"
+            f"{name} must be finite numbers (a, b, c) or a list of such triples, got {shown(value)}"
+        )
+
+
+def split_sizes(name: str, value: Any) -> None:
+    """None, numbers, a word, or one of these by name pattern; blocks tell whether they fit."""
+    if isinstance(value, Mapping):
+        for pattern, sizes in value.items():
+            word(f"a pattern of {name}", pattern)
+            split_sizes(f"{name}[{pattern!r}]", sizes)
+    elif _is_sequence(value):
+        if not all(isinstance(size, Real) for size in value):
+            raise TypeError(f"{name} must be whole numbers above 0, got {shown(value)}")
+    elif not isinstance(value, str | int | None):
+        raise TypeError(
+            f'{name} must be a list of row counts, a word such as "halves" or "heads:16", or '
+            f"these by name pattern, got {shown(value)} of type {_type(value)}"
         )
 
 
@@ -159,7 +246,7 @@ def state_dtypes(name: str, value: Any) -> None:
     """
     if value is None:
         return
-    if value == REMAINDER:
+    if isinstance(value, str) and value == REMAINDER:
         raise ValueError(
             f'{name} "{REMAINDER}" is for master copies, and one word is for all moments: give '
             f'{{"master_weight": "{REMAINDER}"}}, with a word for each moment beside it'
@@ -171,11 +258,11 @@ def state_dtypes(name: str, value: Any) -> None:
         raise TypeError(
             f"{name} must be None, one of {list(OF_MOMENTS)} for all moments, or a mapping of "
             'moments to these or to dtypes such as {"exp_avg": torch.bfloat16}, got '
-            f"{value!r}"
+            f"{shown(value)}"
         )
     for key, chosen in value.items():
         if key not in MOMENTS:
-            raise ValueError(f"{name} has {key!r}; these have a choice: {list(MOMENTS)}")
+            raise ValueError(f"{name} has {shown(key)}; these have a choice: {list(MOMENTS)}")
         is_master = key == "master_weight"
         words = (REMAINDER,) if is_master else OF_MOMENTS
         if isinstance(chosen, str):
@@ -184,7 +271,7 @@ def state_dtypes(name: str, value: Any) -> None:
         elif not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
             raise TypeError(
                 f"{name}[{key!r}] must be a floating torch.dtype or one of {list(words)}, got "
-                f"{chosen!r}"
+                f"{shown(chosen)}"
             )
         elif chosen.itemsize < 2 and not is_master:
             raise ValueError(
@@ -202,5 +289,5 @@ def state_dtypes(name: str, value: Any) -> None:
 def compute_dtype(name: str, value: Any) -> None:
     """None or a dtype that matrix products can run in."""
     allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if value is not None and value not in allowed:
-        raise TypeError(f"{name} must be None or one of {list(allowed)}, got {value!r}")
+    if value is not None and not is_one_of(value, allowed):
+        raise TypeError(f"{name} must be None or one of {list(allowed)}, got {shown(value)}")

@@ -7,7 +7,8 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -82,41 +83,45 @@ class MuonRule:
         "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
+    taken: ClassVar[Mapping[str, checks.Check]] = {
+        "lr": checks.learning_rate,
+        "weight_decay": checks.not_negative,
+        "momentum": checks.fraction,
+        "momentum_form": partial(checks.one_of, allowed=("ema", "sum")),
+        "nesterov": checks.boolean,
+        "equilibrate": checks.boolean,
+        "orthogonalize": partial(checks.one_of, allowed=tuple(POLYNOMIALS)),
+        "norm_factor": checks.optional(checks.at_least_one),
+        "ns_steps": checks.steps,
+        "ns_coefficients": checks.coefficients,
+        "execution": partial(checks.one_of, allowed=("standard", "gram", None)),
+        "eps": checks.not_negative,
+        "eps_form": partial(checks.one_of, allowed=("clamp", "add")),
+        "renormalize": checks.boolean,
+        "variance_beta2": checks.optional(checks.fraction),
+        "variance_axis": partial(checks.one_of, allowed=("long", "rows")),
+        "variance_eps": checks.positive,
+        "variance_eps_form": partial(checks.one_of, allowed=("clamp", "add")),
+        "adjust_lr": lambda name, value: checks.one_of(name, value, tuple(LR_FACTORS)),
+        "update_scale": checks.positive,
+        "cautious": checks.boolean,
+        "decay_form": partial(checks.one_of, allowed=("decoupled", "independent")),
+        "scale_decay": checks.boolean,
+        "split_sizes": checks.split_sizes,
+        "flatten": checks.boolean,
+        "transposed": checks.boolean,
+        "compute_dtype": checks.compute_dtype,
+        "state_dtypes": checks.state_dtypes,
+    }
 
     def check(self, options: Options) -> None:
-        checks.learning_rate(options["lr"])
-        checks.not_negative("weight_decay", options["weight_decay"])
-        checks.fraction("momentum", options["momentum"])
-        checks.not_negative("eps", options["eps"])
-        if options["variance_beta2"] is not None:
-            checks.fraction("variance_beta2", options["variance_beta2"])
-        for key in (
-            "nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "flatten",
-            "transposed",
-        ):  # fmt: skip
-            checks.boolean(key, options[key])
-        checks.one_of("momentum_form", options["momentum_form"], ("ema", "sum"))
-        checks.one_of("orthogonalize", options["orthogonalize"], tuple(POLYNOMIALS))
-        checks.one_of("execution", options["execution"], ("standard", "gram", None))
-        checks.one_of("eps_form", options["eps_form"], ("clamp", "add"))
-        checks.one_of("variance_axis", options["variance_axis"], ("long", "rows"))
-        checks.positive("variance_eps", options["variance_eps"])
-        checks.one_of("variance_eps_form", options["variance_eps_form"], ("clamp", "add"))
-        checks.one_of("adjust_lr", options["adjust_lr"], tuple(LR_FACTORS))
-        checks.positive("update_scale", options["update_scale"])
-        checks.one_of("decay_form", options["decay_form"], ("decoupled", "independent"))
-        checks.steps("ns_steps", options["ns_steps"])
-        checks.coefficients("ns_coefficients", options["ns_coefficients"])
-        checks.compute_dtype("compute_dtype", options["compute_dtype"])
-        if options["norm_factor"] is not None:
-            checks.at_least_one("norm_factor", options["norm_factor"])
+        checks.every(self.taken, options)
         checks.table(
             "orthogonalize" if options["ns_coefficients"] is None else "ns_coefficients",
             table_of(options),
             norm_factor_of(options),
             options["compute_dtype"],
         )
-        checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
         scalars: dict[str, float | Tensor] = {

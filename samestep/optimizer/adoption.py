@@ -65,6 +65,7 @@ class Adoption:
         if holds.expects_no_group and has_process_group():
             refuse_late_group()
             holds.expects_no_group = False  # a group of this process alone
+        holds.check_list(groups)
         watch = self.watch
         watch.steps += 1
         if watch.steps == watch.next_look:
@@ -82,7 +83,6 @@ class Adoption:
                     names = (spec.name for spec in shared.plan.params)
                     if warn_of_ddp(zip(names, shared.params, strict=True)):
                         shared.expect_edits()
-        holds.check_list(groups)
         for index, group in enumerate(groups):
             try:
                 holds.checks.check(index, group)

@@ -8,6 +8,7 @@ and disk.
 
 import shutil
 import statistics
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -108,8 +109,8 @@ def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
 
 
 def main(options: Options) -> None:
-    folder = options.out / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoints_", dir=options.out))
     try:
         ranks = run_forked(2, measure, options, folder, timeout=3000.0, collective_timeout=600.0)
     finally:

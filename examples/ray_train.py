@@ -13,7 +13,6 @@ stays as it is.
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -72,11 +71,10 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def run(folder: Path, asked: argparse.Namespace, kill_at: int | None) -> list[int]:
-    """Train into an empty folder; the steps at which workers began."""
+    """Train into a new folder; the steps at which workers began."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = {
         "folder": str(folder), "sharding": asked.sharding, "steps": asked.steps,
@@ -112,12 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if not asked.every <= asked.kill_at < asked.steps:
         parser.error("--kill-at is after the first checkpoint, --every, and before --steps")
+    out = asked.out.resolve()
+    if out.exists() and any(out.iterdir()):
+        parser.error(f"--out: {out} is not empty: choose another, or remove it")
     try:
         import ray
     except ImportError:
         print('error: there is no Ray: pip install "ray[train]"', file=sys.stderr)
         return 2
-    out = asked.out.resolve()
     ray.init(
         num_cpus=3,  # a worker each, and one that watches them
         include_dashboard=False,

@@ -223,4 +223,4 @@ def _write(source: Source, path: Path, name: str) -> None:
     request = SaveRequest(path, None, None, source.extra, None, name)
     unfinished = folder.Unfinished(path)
     seen = Seen(planner, planner.state_dict, facts)
-    write(Prepared(request, ranks, unfinished, seen, plan), read)
+    write(Prepared(request, ranks, unfinished, unfinished.folder, seen, plan), read)

@@ -1,97 +1,215 @@
-"""Folders that appear whole or not at all, and a pointer to the newest of them."""
+"""Folders that appear whole or not at all, and a pointer to the newest of them.
 
-import fcntl
+Nothing is removed but what carries a mark of ours: the index of a checkpoint with its checksum, or
+the owner file of a partial folder (`savers`). It is looked at right before, and links are never
+followed.
+"""
+
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
 
-from samestep.checkpoint.storage import INDEX, CheckpointError, sync
+from samestep.checkpoint.savers import OWNER, PARTIAL, TURN, Saver, is_alive, owner_in
+from samestep.checkpoint.storage import FORMAT, INDEX, CheckpointError, read_json, sync
+from samestep.tooling.warn import some, warn_user
 
 LATEST = "LATEST"
 METADATA = ".metadata"  # what folders of torch.distributed.checkpoint have
-PARTIAL = ".partial"
 REMOVED = ".removed"
-LOCK = ".lock"
+POINTER = f".{LATEST}"  # in a folder until it is moved to LATEST beside it
+SUM = f"{INDEX}.sha256"
+SUM_SIZE = 64 + len(f"  {INDEX}\n")
+POINTER_MOST = 4096  # bytes of what LATEST can be
+HIDDEN = re.compile(rf"\..*\.[0-9a-f]{{32}}(?P<kind>{PARTIAL}|{REMOVED})", re.DOTALL)
+ABANDONED_S = 3600.0  # without a change: a partial folder of which nobody can tell whose it is
 
 
 class Unfinished:
-    """A folder beside the one that it becomes. Whoever writes it holds its lock, until it dies."""
+    """A folder beside the one that it becomes. Whoever writes it holds its mark, until it dies."""
 
     def __init__(self, path: Path) -> None:
-        if os.path.lexists(path) and not _never_named(path):
-            raise CheckpointError(f"{path} exists: save under another name, or remove it first")
-        self.path, self.folder = path, partial_of(path)
-        self._lock: int | None = None
+        _check_name(path)
+        self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(path.parent, self.folder)
-            if path.exists():
-                _remove(path)
-            if self.folder.exists():
-                raise CheckpointError(f"{path} is being written by another process")
-            self.folder.mkdir()
-            try:
-                self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR)
-            except OSError:
-                self.abandon()
-                raise
+            _check_pointer(path.parent)
+            _refuse_existing(path)
+            self._saver = Saver(path)
         except OSError as error:
             raise _unwritable(path, error) from None
-        with suppress(OSError):  # a disk without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.folder = self._saver.folder
+        try:
+            with self._saver.turn():
+                try:
+                    self._remove_leftovers()
+                    _refuse_existing(path)
+                except BaseException:  # gone before another one looks who writes
+                    _delete_partial(self.folder)
+                    raise
+        except OSError as error:
+            self.abandon()
+            raise _unwritable(path, error) from None
+        except BaseException:
+            self.abandon()
+            raise
 
     def commit(self, keep: int | None) -> None:
         """Move the folder to its place, then the pointer; then remove all but the newest."""
-        path, parent = self.path, self.path.parent
-        pointer = parent / f".{LATEST}{PARTIAL}"
+        is_there = is_named = False
+        removed: list[Path] = []
         try:
-            sync(self.folder)
-            with pointer.open("w") as file:
-                file.write(f"{path.name}\n")
+            pointer = self.folder / POINTER
+            with pointer.open("xb") as file:
+                file.write(os.fsencode(f"{self.path.name}\n"))
             sync(pointer)
-            os.rename(self.folder, path)
+            sync(self.folder)
+            with self._saver.turn():
+                removed += self._move_to_its_place()
+                is_there = True
+                self._name_it()
+                is_named = True
+                if keep is not None:
+                    removed += _move_away_all_but(keep, self.path)
         except OSError as error:
-            self.abandon()
-            pointer.unlink(missing_ok=True)
-            raise _unwritable(path, error) from None
+            if not is_there:
+                self.abandon()
+                raise _unwritable(self.path, error) from None
+            if not is_named:
+                raise self._not_named(error) from None
+            _warn_once(self.path, f"{self.path} is saved, but keep={keep} was not done: {error}")
+        finally:
+            if is_there:
+                self._saver.release()
+        for old in removed:
+            _delete(old)
+            if os.path.lexists(old):
+                _warn_once(old, f"{old} was a checkpoint, and cannot be deleted: do it by hand")
+
+    def _move_to_its_place(self) -> list[Path]:
+        """Gives where the one is now that a killed save had left there, if there was one."""
+        replaced = []
+        _refuse_existing(self.path)
+        if not self._saver.has_mark:
+            raise CheckpointError(f"{self.folder} was removed or changed meanwhile: save again")
+        self._saver.check_turn()
+        if os.path.lexists(self.path):
+            replaced = [_hidden(self.path, REMOVED)]
+            os.rename(self.path, replaced[0])
         try:
-            sync(parent)
-            os.replace(pointer, parent / LATEST)
-        except OSError as error:
-            _remove(path)
-            pointer.unlink(missing_ok=True)
-            raise _unwritable(path, error) from None
-        with suppress(OSError):  # LATEST names it: what fails now must not undo it
-            sync(parent)
-            (path / LOCK).unlink()  # until here it says that LATEST may not know of this folder
-        self._unlock()
-        if keep is not None:
-            for old in sorted(checkpoints(parent), key=_age)[:-keep]:
-                if old != path:
-                    _remove(old)
+            os.rename(self.folder, self.path)
+        except OSError:
+            for old in replaced:
+                os.rename(old, self.path)
+            raise
+        return replaced
+
+    def _name_it(self) -> None:
+        """Make LATEST say so; until then the pointer in the folder says that it may not."""
+        sync(self.path.parent)
+        (self.path / OWNER).unlink()
+        self._saver.check_turn()
+        os.replace(self.path / POINTER, self.path.parent / LATEST)
+        sync(self.path.parent)
+
+    def _not_named(self, error: OSError) -> CheckpointError:
+        for name in (POINTER, OWNER):  # finished, so that nobody may replace it
+            with suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
+        return CheckpointError(
+            f"{self.path} is written and complete, but {self.path.parent / LATEST} could not be "
+            f"made to name it ({error.strerror or error}): load it by its own name"
+        )
 
     def abandon(self) -> None:
-        """Remove what was written of a save that failed."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
+        """Remove what was written of a save that failed; the mark last."""
+        if self._saver.has_mark:
+            _delete_partial(self.folder)
+        self._saver.release()
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def _remove_leftovers(self) -> None:
+        """What killed saves have left; raises if somebody writes the same checkpoint."""
+        now = (self.folder / OWNER).stat().st_mtime  # by the clock of the disk
+        for path in self.path.parent.iterdir():
+            if path == self.folder or not path.name.endswith((PARTIAL, REMOVED)):
+                continue
+            kind = HIDDEN.fullmatch(path.name)
+            if kind is None or not _is_folder(path):
+                _tell_of_older(path)
+            elif kind["kind"] == REMOVED:
+                _delete(path)
+            else:
+                with suppress(FileNotFoundError):  # its saver removes it
+                    self._remove_if_left(path, now)
 
-
-def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written before it is moved to its place."""
-    return path.with_name(f".{path.name}{PARTIAL}")
+    def _remove_if_left(self, path: Path, now: float) -> None:
+        mark = path / OWNER
+        owner, alive = owner_in(mark), is_alive(mark)
+        if owner is None:  # killed, or looked at, before it could write its mark
+            if alive is not True and _is_empty_but_for_a_mark(path):
+                _delete_partial(path)
+        elif not path.name.endswith(f".{owner.token}{PARTIAL}"):
+            return
+        elif alive is False or (alive is None and now - _last_change(path) > ABANDONED_S):
+            _delete_partial(path)
+        elif alive and owner.name == self.path.name:
+            raise CheckpointError(f"{self.path} is being written by {owner}")
 
 
 def checkpoints(folder: Path) -> Iterator[Path]:
+    """The complete checkpoints in a folder that a save of ours has written; no links to any."""
     for path in folder.iterdir():
-        if not path.name.startswith(".") and (path / INDEX).is_file():
+        if not path.name.startswith(".") and own_files(path, tell=True) is not None:
             yield path
+
+
+def own_files(path: Path, *, tell: bool = False) -> list[str] | None:
+    """The files of a checkpoint as its index names them; None: it is not ours, or not complete.
+
+    `tell` warns once of a folder that seems to be ours and is not in order.
+    """
+    if not (_is_folder(path) and _size_of(path / INDEX) and _size_of(path / SUM) == SUM_SIZE):
+        return None
+    wrong = ""
+    try:
+        files = _files_in(read_json(path / INDEX))
+        changed = [name for name, size in files.items() if _at(path, name) != size]
+        wrong = f"not as they were saved are {some(changed)}" if changed else ""
+    except (CheckpointError, OSError, ValueError, RecursionError) as error:
+        wrong = str(error)
+    if wrong:
+        if tell:
+            _warn_once(path, f"{path} is not counted as a checkpoint, and stays: {wrong}")
+        return None
+    return [*files]
+
+
+def _files_in(content: Any) -> Mapping[str, int]:
+    """Names and sizes of the files of a checkpoint; ValueError unless a save of ours wrote it."""
+    index = content if isinstance(content, dict) else {}
+    if index.get("format") != FORMAT or not isinstance(index.get("samestep"), str):
+        raise ValueError(f"its index is not one of format {FORMAT}")
+    files = index.get("files")
+    if not isinstance(files, dict) or not all(map(_is_plain, files)):
+        raise ValueError("its index names files elsewhere")
+    return files
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file in a folder, or in a folder of it, and spelled so."""
+    parts = PurePosixPath(name).parts
+    return 0 < len(parts) < 3 and ".." not in parts and name == "/".join(parts) and "\0" not in name
+
+
+def _at(folder: Path, name: str) -> int | None:
+    """The size of a file that is there without a link on the way."""
+    file = folder / name
+    return _size_of(file) if _is_folder(file.parent) else None
 
 
 def find(path: Path) -> Path:
@@ -112,55 +230,166 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
 
 
-def _named(parent: Path) -> Path | None:
+def _refuse_existing(path: Path) -> None:
+    """Raise if there is anything, but for a checkpoint that was killed before LATEST named it."""
+    if os.path.lexists(path) and not (_size_of(path / POINTER) and own_files(path) is not None):
+        raise CheckpointError(f"{path} exists: save under another name, or remove it first")
+
+
+def _check_name(path: Path) -> None:
+    """Raise unless a line of LATEST can say it, and nothing else has this name."""
+    name = path.name
+    if name in ("", "..", LATEST, TURN) or name != name.strip() or not name.isprintable():
+        raise CheckpointError(
+            f"{str(path)!r} cannot be the name of a checkpoint: {LATEST} has it as a line of text; "
+            "save under another"
+        )
+
+
+def _check_pointer(parent: Path) -> None:
+    """Raise if what is there under the name of the pointer can be none."""
+    pointer = parent / LATEST
+    with suppress(FileNotFoundError):
+        found = pointer.lstat()
+        is_file = stat.S_ISREG(found.st_mode) and found.st_size <= POINTER_MOST
+        if not is_file and not stat.S_ISLNK(found.st_mode):  # a link is replaced, not what it names
+            raise CheckpointError(
+                f"{pointer} is not a file that names a checkpoint, and a save would replace it: "
+                "move it, or save elsewhere"
+            )
+
+
+# --- removing --------------------------------------------------------------------------------
+
+
+def _move_away_all_but(keep: int, newest: Path) -> list[Path]:
+    """All but so many of the newest checkpoints beside one; gives where they are to be deleted."""
+    others = sorted((p for p in checkpoints(newest.parent) if p != newest), key=_age)
+    removed = []
+    for path in others[: max(0, len(others) - keep + 1)]:
+        try:
+            removed += _moved_away(path)
+        except OSError as error:
+            _warn_once(path, f"keep={keep}: {path} cannot be removed: {error.strerror or error}")
+    return removed
+
+
+def _moved_away(path: Path) -> list[Path]:
+    """Take the files of a checkpoint out of sight, so that half of it is never taken for one.
+
+    What else somebody has put into its folder stays where it is.
+    """
+    files = own_files(path)
+    if files is None:
+        return []
+    hidden = _hidden(path, REMOVED)
+    ours = {*files, INDEX, SUM, OWNER, POINTER}
+    folders = {name.partition("/")[0] for name in files if "/" in name}
+    others = [
+        name
+        for base in (path, *(path / name for name in sorted(folders)))
+        for name in (str(found.relative_to(path)) for found in base.iterdir())
+        if name not in ours and name not in folders
+    ]
+    if not others:
+        os.rename(path, hidden)
+        return [hidden]
+    hidden.mkdir()
+    for name in folders:
+        (hidden / name).mkdir()
+    for name in (INDEX, SUM, *files, OWNER, POINTER):  # without an index it is no checkpoint
+        with suppress(FileNotFoundError):
+            os.rename(path / name, hidden / name)
+    for name in folders:
+        with suppress(OSError):
+            (path / name).rmdir()
+    _warn_once(path, f"{path} was removed, but for what no save has put there: {some(others)}")
+    return [hidden]
+
+
+def _delete(hidden: Path) -> None:
+    """Delete a checkpoint that was moved away; nothing else that may lie there."""
+    with suppress(OSError, CheckpointError, ValueError, RecursionError):
+        if _size_of(hidden / INDEX):
+            files = _files_in(read_json(hidden / INDEX))
+            for name in (*files, OWNER, POINTER):
+                if _at(hidden, name) is not None:
+                    (hidden / name).unlink()
+            for folder in {name.partition("/")[0] for name in files if "/" in name}:
+                if _is_folder(hidden / folder):
+                    (hidden / folder).rmdir()
+            (hidden / INDEX).unlink()
+        left = [path.name for path in hidden.iterdir()]
+        if left == [SUM] and _size_of(hidden / SUM) == SUM_SIZE:
+            (hidden / SUM).unlink()
+        hidden.rmdir()
+
+
+def _delete_partial(folder: Path) -> None:
+    """Delete a partial folder; its mark goes last."""
     with suppress(OSError):
-        return parent / (parent / LATEST).read_text(errors="replace").strip()
-    return None
+        for path in folder.iterdir():
+            if path.name == OWNER:
+                continue
+            if _is_folder(path):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+        (folder / OWNER).unlink(missing_ok=True)
+        folder.rmdir()
 
 
-def _never_named(path: Path) -> bool:
-    """Whether a save was killed when it had moved this folder to its place, and before LATEST."""
-    lock = path / LOCK
-    return lock.is_file() and _named(path.parent) != path and not _locked(lock)
+def _hidden(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name[:40]}.{uuid4().hex}{kind}")
 
 
-def _remove_leftovers(parent: Path, mine: Path) -> None:
-    """What killed saves have left; not what somebody else may be writing."""
-    newest = _named(parent)
-    with suppress(OSError, ValueError):  # LATEST may name anything
-        if newest is not None and not _locked(newest / LOCK):
-            (newest / LOCK).unlink(missing_ok=True)  # before LATEST names another
-    for path in parent.iterdir():
-        hidden = path.name.startswith(".") and path.is_dir()
-        if hidden and path.name.endswith((PARTIAL, REMOVED)):
-            locked = _locked(path / LOCK)
-            if locked is False or (locked is None and path == mine):
-                shutil.rmtree(path)
+def _is_empty_but_for_a_mark(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir()]
+    return not names or (names == [OWNER] and (folder / OWNER).lstat().st_size == 0)
 
 
-def _locked(lock: Path) -> bool | None:
-    """None: this disk has no locks."""
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+def _last_change(folder: Path) -> float:
+    """When something in it was written last; it may go meanwhile."""
+    times = [folder.lstat().st_mtime]
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            times.append(path.lstat().st_mtime)
+    return max(times)
+
+
+def _is_folder(path: Path) -> bool:
+    """A link to one is none."""
+    with suppress(OSError):
+        return stat.S_ISDIR(path.lstat().st_mode)
     return False
 
 
-def _remove(path: Path) -> None:
-    """First out of sight, so that half of it is never taken for a checkpoint."""
-    hidden = path.with_name(f".{path.name}{REMOVED}")
+def _size_of(file: Path) -> int | None:
+    """None: it is no file, or a link to one."""
     with suppress(OSError):
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
+        found = file.lstat()
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return None
+
+
+def _tell_of_older(path: Path) -> None:
+    """Earlier versions left folders without a mark that says whose they are."""
+    seems_ours = _size_of(path / OWNER) is not None or _size_of(path / INDEX)
+    if path.name.startswith(".") and _is_folder(path) and seems_ours:
+        _warn_once(
+            path,
+            f"{path} may be what a killed save of an earlier version has left, but nothing in it "
+            "says so: it stays, remove it if it is of no use",
+        )
+
+
+_told: set[Path] = set()
+
+
+def _warn_once(path: Path, message: str) -> None:
+    if path not in _told:
+        _told.add(path)
+        warn_user(message)
 
 
 def _age(path: Path) -> tuple[int, str]:

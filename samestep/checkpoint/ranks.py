@@ -19,6 +19,7 @@ from samestep.comm.groups import RankGroup, rank_group
 from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
 
 T = TypeVar("T")
+Answer = TypeVar("Answer")
 Owners = Mapping[str, tuple[int, ...]]  # per parameter the ranks that have it, where not all do
 
 
@@ -40,15 +41,15 @@ class Ranks(NamedTuple):
         """Do something; if it fails on any rank, raise on all of them."""
         return self.agreed(lambda: (act(), True))[0]
 
-    def agreed(self, act: Callable[[], tuple[T, bool]]) -> tuple[T, list[bool]]:
+    def agreed(self, act: Callable[[], tuple[T, Answer]]) -> tuple[T, list[Answer]]:
         """The same, and what every rank has answered beside its result."""
         problem: Exception | None = None
-        yes = False
+        answer: Any = None  # of whoever has failed
         try:
-            result, yes = act()
+            result, answer = act()
         except Exception as error:
             problem = error
-        answers = self.all_of(("" if problem is None else _words(problem), yes))
+        answers = self.all_of(("" if problem is None else _words(problem), answer))
         if problem is not None:
             if isinstance(problem, CheckpointError):
                 raise problem

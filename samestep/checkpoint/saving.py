@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from samestep.checkpoint.folder import Unfinished, partial_of
+from samestep.checkpoint.folder import Unfinished
 from samestep.checkpoint.formats import FORMATS, WRITTEN_AS, FormatName, own_name
 from samestep.checkpoint.logical import GroupFacts, Pieces, group_facts, of_all_stages, tensors_of
 from samestep.checkpoint.ranks import Ranks, all_ranks, plan_locally
@@ -57,6 +57,7 @@ class Prepared(NamedTuple):
     request: SaveRequest
     ranks: Ranks
     unfinished: Unfinished | None  # on the first rank
+    folder: Path  # in which all ranks write; the first moves it to its place
     seen: Seen
     plan: WritePlan
 
@@ -139,16 +140,18 @@ def prepare(
     """
     unfinished: Unfinished | None = None
 
-    def check() -> Seen:
+    def check() -> tuple[Seen, tuple[bool, str]]:
         nonlocal unfinished
         seen = see()
         if ranks.rank == 0:
             unfinished = Unfinished(request.path)
-        return seen
+        name = "" if unfinished is None else unfinished.folder.name
+        return seen, (before is not None, name)
 
     try:
-        seen, as_before = ranks.agreed(lambda: (check(), before is not None))
-        if len(set(as_before)) > 1:
+        seen, everyones = ranks.agreed(check)
+        folder = request.path.with_name(everyones[0][1])
+        if len({as_before for as_before, _ in everyones}) > 1:
             raise CheckpointError(
                 "what is to be saved has changed on some ranks and not on others: save once more"
             )
@@ -156,23 +159,22 @@ def prepare(
             plan = before
         else:
             assert seen.planner is not None
-            everyones = {} if request.optimizer is None else request.optimizer.owners()
-            owners = {name: own for name, own in everyones.items() if len(own) < ranks.size}
+            known = {} if request.optimizer is None else request.optimizer.owners()
+            owners = {name: own for name, own in known.items() if len(own) < ranks.size}
             plan = FORMATS[request.format].plan(seen.planner, owners, ranks)
     except BaseException as error:
         give_up(unfinished, ranks, error)
         raise
-    return Prepared(request, ranks, unfinished, seen, plan)
+    return Prepared(request, ranks, unfinished, folder, seen, plan)
 
 
 def write(prepared: Prepared, values: Values) -> None:
     """Write the files and move them to their place. Collective, on the group it was prepared on."""
-    request, ranks, unfinished, seen, plan = prepared
+    request, ranks, unfinished, folder, seen, plan = prepared
     chosen, objects = FORMATS[request.format], objects_in(seen.state_dict)
 
     def write_mine() -> Any:
         try:
-            folder = partial_of(request.path)
             return chosen.write(folder, ranks.rank, plan, values, objects)
         except FileNotFoundError as error:
             raise CheckpointError(
@@ -184,7 +186,7 @@ def write(prepared: Prepared, values: Values) -> None:
             groups = of_all_stages([seen.facts["groups"], *(told for _, told in everyones)])
             mine = [files for files, _ in everyones]
             facts = {**seen.facts, "groups": groups}
-            chosen.finish(unfinished.folder, plan.metadata, mine, facts)
+            chosen.finish(folder, plan.metadata, mine, facts)
             unfinished.commit(request.keep)
 
     try:

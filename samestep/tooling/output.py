@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from samestep.tooling.request import BadRequestError
 
@@ -30,20 +31,22 @@ def check_folder(folder: Path) -> None:
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write all files beside their places, then move them there; what cannot be is undone."""
     made: list[Path] = []
-    partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in contents}
+    mine = uuid4().hex  # processes of several machines may have the same number
+    partial = {name: folder / f".{name}.{mine}.partial" for name in contents}
     try:
         for parent in [*reversed(folder.parents), folder]:
             if not parent.exists():
                 parent.mkdir()
                 made.append(parent)
         for name, content in contents.items():
-            partial[name].write_bytes(content)
+            with partial[name].open("xb") as file:
+                file.write(content)
         for name, path in partial.items():
             os.replace(path, folder / name)
     except BaseException as error:
-        for file in partial.values():
+        for path in partial.values():
             with suppress(OSError):
-                file.unlink()
+                path.unlink()
         for parent in reversed(made):
             with suppress(OSError):  # not empty: somebody else uses it
                 parent.rmdir()

@@ -8,7 +8,6 @@ number may change from one start to the next.
 """
 
 import os
-import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -200,8 +199,6 @@ class Trainer:
 
     def _save(self) -> None:
         path = self.options.checkpoints / f"step_{self.step:08d}"
-        if self.world.rank == 0 and path.exists():
-            shutil.rmtree(path)  # of a run that was killed before LATEST named it
         extra = {
             "step": self.step, "sequences": self.sequences, "data": self.data,
             "state": self.options.state,

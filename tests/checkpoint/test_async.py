@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import samestep
 from samestep.checkpoint import formats, saving
@@ -163,6 +164,7 @@ def test_what_concerns_one_rank_is_told_to_all(tmp_path, monkeypatch, what):
                 patch.setattr(saving, "value_in", no_memory)
             text = told(lambda: samestep.async_save(tmp_path / "b", model, opt).wait())
         left = sorted(path.name for path in tmp_path.iterdir())
+        dist.barrier()  # the other one has looked too
         samestep.async_save(tmp_path / "c", model, opt).wait()
         again, loaded = build(Case("zero2", 2), seed=2)
         if rank == 1 and what == "changed":

@@ -19,11 +19,12 @@ import samestep
 from samestep.checkpoint import folder, loading, storage
 from samestep.checkpoint.saving import finish_background
 from samestep.comm.diagnosis.flight import CollectiveError
+from tests.checkpoint.beside import names, put_foreign, still_there
 from tests.limits import limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 
-KILLS = 50 if SOAK else 12
+KILLS = 200 if SOAK else 12
 
 
 class Numbered(nn.Module):
@@ -92,29 +93,37 @@ def killed(act, prepare=lambda: None, seconds=None):
 
 
 @pytest.mark.parametrize("way", ["save", "async_save"])
+@pytest.mark.filterwarnings(
+    "ignore:.*is not counted as a checkpoint", "ignore:.*may be what a killed"
+)
 def test_killed_at_any_moment(tmp_path, way):
     chance = random.Random(way)
     model = Numbered()
     opt = samestep.AdamW(model)
-    samestep.save(tmp_path / "0", model, opt, extra=0)
+    runs = tmp_path / "runs"
+    samestep.save(runs / "0", model, opt, extra=0)
+    foreign = put_foreign(runs)
     before, first = 0, 1
     for kill in range(KILLS // 2):
         first += 10_000
-        act = partial(save_without_end, tmp_path, model, opt, first, way)
+        act = partial(save_without_end, runs, model, opt, first, way)
         if kill == 0:  # whatever chance has for the others: once it is in the middle
-            killed(act, partial(die_at_file, 2, ".partial"))
-            assert any(path.name.endswith(".partial") for path in tmp_path.iterdir())
+            before_it = names(runs)
+            killed(act, partial(die_at_file, 1, "rank_0.bin"))
+            assert len(names(runs)) == len(before_it) + 1  # what is partial
         elif kill % 2:
             killed(act, seconds=chance.uniform(0.0, 0.15))
         else:  # of which one save has about 50
             killed(act, partial(die_at_file, chance.randint(60, 200)))
-        number = newest(tmp_path)
+        number = newest(runs)
         assert number >= before
         before = number
+        still_there(runs, foreign)
     model.set(1 << 20)
-    samestep.save(tmp_path / "last", model, opt, extra=1 << 20, keep=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "last"]
-    assert newest(tmp_path) == 1 << 20
+    samestep.save(runs / "last", model, opt, extra=1 << 20, keep=1)
+    assert set(names(runs)) - {key.split("/")[0] for key in foreign} == {"LATEST", "last"}
+    assert newest(runs) == 1 << 20
+    still_there(runs, foreign)
 
 
 def die():
@@ -212,16 +221,18 @@ def test_a_checkpoint_that_latest_never_named_is_replaced(tmp_path, monkeypatch)
 def test_a_checkpoint_that_latest_has_named_is_kept(tmp_path, monkeypatch):
     """Also if the process was killed before it had cleaned up, and LATEST has moved on."""
     model = Numbered()
+    real = os.replace
 
-    def die_after_latest(path, **_):
-        if path.name == folder.LOCK:
+    def die_after_latest(source, target):
+        real(source, target)
+        if os.path.basename(target) == folder.LATEST:
             die()
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.Path, "unlink", die_after_latest)
+        patch.setattr(os, "replace", die_after_latest)
         with pytest.raises(RanksFailed):
             run_forked(1, lambda _: samestep.save(tmp_path / "0", model, extra=0))
-    assert (tmp_path / "0" / folder.LOCK).exists()
+    assert names(tmp_path) == [".samestep.lock", "0", "LATEST"]
     assert newest(tmp_path) == 0
     for name in ("0", "1", "0"):
         if name == "0":

@@ -32,10 +32,14 @@ def test_a_killed_worker(tmp_path):
     assert "23 of 23 parameters have the same bits" in found.stdout
 
 
-def test_what_is_refused(monkeypatch, capsys):
+def test_what_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         ray_train.main(["--kill-at", "2"])
     assert "--kill-at is after the first checkpoint" in capsys.readouterr().err
+    (tmp_path / "killed").mkdir()
+    with pytest.raises(SystemExit):
+        ray_train.main(["--out", str(tmp_path)])
+    assert f"--out: {tmp_path} is not empty" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert ray_train.main([]) == 2
+    assert ray_train.main(["--out", str(tmp_path / "new")]) == 2
     assert 'pip install "ray[train]"' in capsys.readouterr().err

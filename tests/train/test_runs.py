@@ -13,7 +13,8 @@ from samestep.models.gpt import GPT
 from samestep.train.layouts import place
 from samestep.train.options import parse
 from samestep.train.world import World
-from tests.ranks import run_forked
+from tests.checkpoint.beside import names, put, tree
+from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 from tests.train.runs import EXPERTS, STEPS, losses, rows, run_all, text_file, train, words
 
@@ -160,10 +161,28 @@ def test_killed_between_a_checkpoint_and_its_name(undisturbed, tmp_path):
     """The checkpoint of step 10 is there, and LATEST still says 8: it is written once more."""
     run = Run(tmp_path / "out", undisturbed.data)
     shutil.copytree(undisturbed.out, run.out)
-    (run.out / "checkpoints" / "LATEST").write_text("step_00000008\n")
+    folder = run.out / "checkpoints"
+    (folder / "LATEST").rename(folder / "step_00000010" / ".LATEST")
+    (folder / "LATEST").write_text("step_00000008\n")
     assert train(2, words(*run, **RICH)) == [0, 0]
+    assert names(folder / "step_00000010") == names(undisturbed.out / "checkpoints/step_00000010")
     assert (run.out / "checkpoints" / "LATEST").read_text() == "step_00000010\n"
     assert losses(run.out) == losses(undisturbed.out)
+
+
+def test_a_folder_in_the_way_of_a_checkpoint_stays(undisturbed, tmp_path, capfd):
+    """It is said, and training goes on; of the last step it is an error."""
+    run = Run(tmp_path / "out", undisturbed.data)
+    for step in (4, 10):
+        put(run.out / "checkpoints" / f"step_{step:08d}" / "thesis.txt")
+    refused = "step_00000010 exists: save under another name, or remove it first"
+    with pytest.raises(RanksFailed, match=refused):
+        train(1, words(*run, **RICH))
+    assert "step 4 was not saved, training goes on: " in capfd.readouterr().out
+    for step in (4, 10):
+        folder = run.out / "checkpoints" / f"step_{step:08d}"
+        assert tree(folder) == {"thesis.txt": b"precious"}
+    assert losses(run.out).keys() == losses(undisturbed.out).keys()
 
 
 def test_a_checkpoint_elsewhere_can_be_started_from(undisturbed, tmp_path):

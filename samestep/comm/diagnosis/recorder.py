@@ -9,10 +9,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -342,11 +344,13 @@ class _Watchdog:
 def _written(dump: dict[str, Any], folder: Path) -> str:
     """Write a dump, whole or not at all, and say where it is."""
     path = folder / f"rank_{dump['rank']}.json"
-    beside = path.with_suffix(".partial")
+    beside = path.with_name(f".{path.name}.{uuid4().hex}.partial")  # of this process alone
     try:
         beside.write_text(json.dumps(dump, indent=1))
         os.replace(beside, path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
         return f"Its last operations could not be written: {error}"
     return f"Its last operations are in {path}"
 

@@ -1,0 +1,295 @@
+"""Savers of one folder: each marks the partial folder that it writes; one at a time moves names.
+
+`.NAME.TOKEN.partial/.lock` is the mark: JSON that says who writes there (host, process, since
+when), locked by the kernel for as long as they do. A second name of that file, `.samestep.lock`
+beside the checkpoints, is the turn of its saver: without it nobody moves a name there.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from samestep.checkpoint.storage import CheckpointError
+from samestep.version import __version__
+
+OWNER = ".lock"
+TURN = ".samestep.lock"
+PARTIAL = ".partial"
+WAIT_S = 60.0  # for the turn of another saver, which moves names and writes nothing
+QUIET_S = 30.0  # after which the turn of a saver of which nothing is known is over
+PAUSE_S = 0.02
+# What disks say that have no second names for files.
+NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+MOST = 1 << 16  # bytes of an owner file, by far
+
+
+class Owner(NamedTuple):
+    """The saver that a mark tells of."""
+
+    samestep: str  # its version
+    name: str  # of the checkpoint that it writes
+    token: str
+    host: str
+    boot: str  # of the kernel it runs on; empty where that does not say
+    namespace: str  # in which its number is that of a process
+    pid: int
+    started: str  # when the process did, in ticks of that kernel
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} (since {self.since})"
+
+
+class Saver:
+    """This process as the owner of a partial folder, from its making to `release`."""
+
+    def __init__(self, path: Path) -> None:
+        self.parent = path.parent
+        self._turn: tuple[int, int] | None = None  # the lock of the folder, while it is ours
+        for _ in range(100):
+            token = uuid4().hex
+            self.folder = self.parent / f".{path.name[:40]}.{token}{PARTIAL}"
+            self.folder.mkdir()
+            self._text = json.dumps(_here(path.name, token)._asdict()).encode()
+            try:
+                self._descriptor: int | None = _created(self.folder / OWNER, self._text)
+                return
+            except FileNotFoundError:
+                continue  # somebody else has taken the empty folder for a leftover
+            except OSError:
+                with suppress(OSError):
+                    self.folder.rmdir()
+                raise
+        raise CheckpointError(f"{path} cannot be begun: {self.parent} is cleaned all the time")
+
+    @property
+    def has_mark(self) -> bool:
+        """Whether the partial folder is still ours."""
+        own = self._descriptor
+        return own is not None and _identity(self.folder / OWNER) == _identity(own)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """The time in which this saver alone moves names in the folder above."""
+        lock, copy = self.parent / TURN, self._take_turn()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # who comes next sees that nobody holds it
+                if _identity(lock) == self._turn:
+                    lock.unlink()
+            self._turn = None
+            _close(copy)
+
+    def check_turn(self) -> None:
+        """Raise unless it is still ours: right before a name is moved."""
+        lock = self.parent / TURN
+        if self._turn is None or _identity(lock) != self._turn:
+            raise CheckpointError(
+                f"{lock} was taken away from this process, or removed, while it saved: save again"
+            )
+
+    def _take_turn(self) -> int | None:
+        """Wait for the lock of the folder; gives the descriptor of one that is no second name."""
+        lock, own, copy = self.parent / TURN, self.folder / OWNER, None
+        start = time.monotonic()
+        seen, since = None, start  # the lock as it was seen last, and since when it is that
+        while True:
+            try:
+                os.link(own, lock)
+            except FileExistsError:
+                pass
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                with suppress(FileExistsError, FileNotFoundError):
+                    copy = _created(lock, self._text)
+            found, now = _identity(lock), time.monotonic()
+            assert self._descriptor is not None
+            if found is not None and found == _identity(self._descriptor if copy is None else copy):
+                self._turn = found
+                return copy
+            if found != seen:
+                seen, since = found, now
+            if found is not None:
+                self._wait_for(lock, found, now - start, now - since)
+            time.sleep(PAUSE_S)
+
+    def _wait_for(self, lock: Path, found: tuple[int, int], waited: float, quiet: float) -> None:
+        """Look at the lock of another: remove it if its saver has died, raise if it takes long."""
+        owner = owner_in(lock)
+        if owner is None and os.path.lexists(lock) and _size(lock) != 0:
+            raise CheckpointError(
+                f"{lock} is no lock of samestep: move it elsewhere, and save again"
+            )
+        alive = is_alive(lock)
+        if owner is not None and (alive is False or (alive is None and quiet > QUIET_S)):
+            _break(lock, found, quiet)
+        elif waited > WAIT_S:
+            who = "somebody who is not named in it" if owner is None else owner
+            raise CheckpointError(
+                f"{lock} is held by {who}, who saves there too, and was not released in "
+                f"{WAIT_S:.0f} s: wait for it; if it is gone, remove that file"
+            )
+
+    def release(self) -> None:
+        """From now on the mark, where it still is, is that of nobody."""
+        _close(self._descriptor)
+        self._descriptor = None
+
+
+def owner_in(file: Path) -> Owner | None:
+    """What an owner file says; None if it is none of ours."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        content = json.loads(os.read(descriptor, MOST))
+        owner = Owner(**content)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    finally:
+        os.close(descriptor)
+    types = Owner.__annotations__
+    return owner if all(type(v) is types[k] for k, v in owner._asdict().items()) else None
+
+
+def is_alive(file: Path) -> bool | None:
+    """Whether the saver that owns a file lives and has not released it; None: nobody can tell here.
+
+    On the same kernel the number of its process tells, and the time when that began, as numbers are
+    used again. In another container, and on another machine, the kernel's lock tells that it lives;
+    a lock that is free tells nothing of another machine, as there are disks whose locks are local.
+    """
+    owner, here = owner_in(file), _here("", "")
+    is_near = owner is not None and bool(here.boot) and owner.boot == here.boot
+    certain: bool | None = None
+    if owner is not None and is_near and owner.namespace == here.namespace:
+        certain = _runs(owner)
+        if certain is False:
+            return False
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return certain
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a disk without locks
+        return certain
+    finally:
+        os.close(descriptor)
+    return False if is_near else None
+
+
+def _created(file: Path, text: bytes) -> int:
+    """Make a locked file of ours; gives its descriptor. Raises if it exists."""
+    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+    try:
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # others lock it to see whether they can
+        if os.write(descriptor, text) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        os.fsync(descriptor)
+        if _identity(file) != _identity(descriptor):
+            raise FileNotFoundError(errno.ENOENT, "it was removed", str(file))
+    except BaseException:
+        with suppress(OSError):
+            if _identity(file) == _identity(descriptor):
+                file.unlink()
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _break(lock: Path, found: tuple[int, int], quiet: float) -> None:
+    """Remove the lock of a saver that has died; of several that want to, one at a time."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if quiet < 1.0:
+                    return  # another one removes it; else a child has inherited what the dead held
+            except OSError:
+                pass  # a disk without locks
+            if _identity(lock) == _identity(descriptor) == found:
+                lock.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _close(descriptor: int | None) -> None:
+    """Unlock for children too, which have inherited the descriptor."""
+    if descriptor is not None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _identity(file: Path | int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _size(file: Path) -> int | None:
+    """None: it is no file, or has gone."""
+    with suppress(FileNotFoundError):
+        found = os.lstat(file)
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return 0
+
+
+def _here(name: str, token: str) -> Owner:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    boot, namespace = "", ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    pid = os.getpid()
+    return Owner(
+        __version__, name, token, socket.gethostname(), boot, namespace, pid, _started(pid), now
+    )
+
+
+def _runs(owner: Owner) -> bool | None:
+    """Whether its process runs, of those that this one can see; None: it is hidden from us."""
+    started = _started(owner.pid)
+    if started:
+        return started == owner.started
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return None
+    return False  # it has ended, and its parent has not asked how
+
+
+def _started(pid: int) -> str:
+    """When a process began, in ticks since its kernel did; empty: there is none, or it has died."""
+    try:
+        fields: Any = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

@@ -27,6 +27,7 @@ TURN = ".samestep.lock"
 PARTIAL = ".partial"
 WAIT_S = 60.0  # for the turn of another saver, which moves names and writes nothing
 QUIET_S = 30.0  # after which the turn of a saver of which nothing is known is over
+WRITTEN_S = 0.5  # in which a lock is written that is no second name
 PAUSE_S = 0.02
 # What disks say that have no second names for files.
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -128,7 +129,7 @@ class Saver:
     def _wait_for(self, lock: Path, found: tuple[int, int], waited: float, quiet: float) -> None:
         """Look at the lock of another: remove it if its saver has died, raise if it takes long."""
         owner = owner_in(lock)
-        if owner is None and os.path.lexists(lock) and _size(lock) != 0:
+        if owner is None and quiet > WRITTEN_S and _size(lock) != 0:
             raise CheckpointError(
                 f"{lock} is no lock of samestep: move it elsewhere, and save again"
             )

@@ -570,7 +570,8 @@ def test_a_partial_folder_of_another_machine(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"theirs", b'{"pid": 1}'])
 def test_a_file_of_others_under_the_name_of_the_lock(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(savers, "WAIT_S", 0.1)
+    monkeypatch.setattr(savers, "WAIT_S", 0.2)
+    monkeypatch.setattr(savers, "WRITTEN_S", 0.05)
     monkeypatch.setattr(savers, "QUIET_S", 0.0)
     put(tmp_path / savers.TURN, content)
     with pytest.raises(CheckpointError, match=r"\.samestep\.lock is (no lock|held by somebody)"):

@@ -93,6 +93,16 @@ def test_a_spelling_of_another_library_names_the_right_one(key: str, right: str)
         samestep.MuonAdamW(nn.Linear(3, 3), overrides={"weight": {key: 0.5}})
 
 
+@pytest.mark.parametrize(
+    ("key", "right"), [("muon_lr", "matrix_lr="), ("adam_lr", "lr= beside matrix_lr=")]
+)
+def test_rates_of_rules_are_told_of_rates_of_roles(key: str, right: str):
+    with pytest.raises(TypeError, match=rf"'{key}' is DeepSpeed's spelling.*write {right}"):
+        samestep.MuonAdamW(nn.Linear(3, 3), **{key: 0.5})
+    with pytest.raises(TypeError, match=r"did you mean 'embedding_lr'"):
+        samestep.MuonAdamW(nn.Linear(3, 3), embed_lr=0.5)
+
+
 def test_groups_of_another_library_without_a_rule_are_told_of_theirs():
     with pytest.raises(ValueError, match=r"'use_muon' is Keller Jordan's .*\"rule\": \"muon\""):
         build({"use_muon": True, "lr": 0.02, "momentum": 0.95})

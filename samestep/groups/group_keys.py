@@ -40,6 +40,7 @@ class Peer(NamedTuple):
 
 
 _EMERGING = "Megatron's (Emerging-Optimizers)"
+_OF_ROLE = '{} of MuonAdamW, or "lr" of a group with "rule": "{}"'
 _RULE = '"rule": "muon" or "rule": "adamw"'
 _DECAYS = '"decoupled", "independent" or, of rule "adamw", "l2"'
 PEERS = {
@@ -96,6 +97,8 @@ PEERS = {
     "adam_w_mode": Peer("DeepSpeed's", f'"decay_form": {_DECAYS}', harmless=(True,)),
     "bias_correction": Peer("DeepSpeed's", "always corrected: leave it out", harmless=(True,)),
     "dampening": Peer("torch.optim.SGD's", '"momentum_form": "ema" or "sum"', harmless=(0,)),
+    "muon_lr": Peer("DeepSpeed's", _OF_ROLE.format("matrix_lr=", "muon")),
+    "adam_lr": Peer("DeepSpeed's", _OF_ROLE.format("lr= beside matrix_lr=", "adamw")),
     "learning_rate": Peer("Hugging Face's and Keras's", '"lr"'),
 }
 

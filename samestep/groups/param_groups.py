@@ -304,22 +304,38 @@ def _check_tensor(item: Any, name: str = "") -> None:
         )
 
 
-def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Every parameter and every name once; torch would only warn, or not say which."""
+def without_repeated(
+    group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
+) -> list[Tensor | tuple[str, Tensor]]:
+    """The group's parameters, each once; raises if another group has one, or a name means two.
+
+    One that is twice in a group is warned of, as torch does, which updates it twice in a step.
+    """
     seen: dict[Tensor | str, str] = {}
     for _, name, param in members(others):
         seen[param] = seen[name] = name
+    kept: dict[Tensor, str] = {}
+    found = []
     for place, item in enumerate(group["params"]):
         place_name = f"param_groups[{len(others)}][{place}]"
         name, param = item if isinstance(item, tuple) else (place_name, item)
+        if param in kept:
+            warn_user(
+                "optimizer contains a parameter group with duplicate parameters: "
+                f"{name!r} is there already, as {kept[param]!r}; it is updated once a step, where "
+                "torch's optimizers do it twice. List it once"
+            )
+            continue
         for key in (param, name):
             if key in seen:
                 raise ValueError(
-                    "some parameters appear in more than one parameter group, or twice in one: "
+                    "some parameters appear in more than one parameter group, or under one name: "
                     f"{name!r} is there already, as {seen[key]!r}; list each parameter once, under "
                     "a name of its own"
                 )
-            seen[key] = name
+        seen[name] = kept[param] = name
+        found.append(item)
+    return found
 
 
 def refuse_lost_formats(group: Mapping[str, Any], rules: Iterable[str]) -> None:
@@ -352,7 +368,9 @@ def refuse_unsupported(
         raise ValueError("fused=True and compile exclude each other: leave one of them out")
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
         if not param.is_floating_point():
-            raise ValueError(
+            # torch.optim.Muon says it so, of complex ones.
+            kind = RuntimeError if param.is_complex() else ValueError
+            raise kind(
                 f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
                 f"support {'complex' if param.is_complex() else 'integer or boolean'} "
                 "parameters; leave it out or freeze it"

@@ -35,6 +35,7 @@ def factory(
     `options` are those of `kind`. The learning rate is the one given here: the Trainer's schedules
     start from it, and `TrainingArguments(learning_rate=, weight_decay=)` are not read.
     """
+    _check_kind(kind)
     _refuse_second_clipping(options)
 
     def build(model: nn.Module, **options: Any) -> RuleOptimizer:
@@ -47,6 +48,7 @@ def optimizer(
     model: nn.Module, kind: type[RuleOptimizer] = MuonAdamW, **options: Any
 ) -> RuleOptimizer:
     """An optimizer to be given to `accelerator.prepare` together with its model."""
+    _check_kind(kind)
     _refuse_second_clipping(options)
     return kind(model, **{"deferred": True, "sharding": "none", **options})
 
@@ -73,6 +75,14 @@ def unwrapped(optimizer: Any) -> RuleOptimizer:
             raise TypeError(f"this is for samestep's optimizers, and not for {type(optimizer)}")
         optimizer = inner
     return optimizer
+
+
+def _check_kind(kind: object) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, RuleOptimizer)):
+        raise TypeError(
+            "kind must be samestep.MuonAdamW, samestep.Muon or samestep.AdamW, the class itself, "
+            f"got {kind!r}; options such as lr are given by keyword"
+        )
 
 
 def _refuse_second_clipping(options: dict[str, Any]) -> None:

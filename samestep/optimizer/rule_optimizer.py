@@ -24,8 +24,8 @@ from samestep.groups.param_groups import (
     listed,
     naming_group,
     refuse_lost_formats,
-    refuse_repeated,
     refuse_unsupported,
+    without_repeated,
 )
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
@@ -145,7 +145,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             group[key] = deepcopy(group[key])
         own_keys = {*group, "params", "param_names"}
         group["params"] = listed(group.get("params"), len(self.param_groups))
-        refuse_repeated(group, self.param_groups)
+        group["params"] = without_repeated(group, self.param_groups)
         index = len(self.param_groups)
         self._saved.drop()
         holds = self.holdings

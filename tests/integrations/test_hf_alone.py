@@ -60,3 +60,11 @@ def test_the_callback_needs_transformers():
         samestep.hf.SaveWhole()
     with pytest.raises(AttributeError, match="no attribute 'save_whol'"):
         samestep.hf.save_whol  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["AdamW", samestep.AdamW.__name__, torch.optim.AdamW, None])
+def test_a_kind_that_is_no_optimizer_of_ours_is_told(kind):
+    """At once, and not when the Trainer builds it."""
+    for build in (samestep.hf.factory, lambda kind: samestep.hf.optimizer(nn.Linear(2, 2), kind)):
+        with pytest.raises(TypeError, match=r"kind must be samestep.MuonAdamW.*the class itself"):
+            build(kind)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 from samestep.recipes import RECIPES
 from tests.ranks import run_cases
-from tests.recipe_models import CASES, kind
+from tests.recipe_models import BASE, CASES, GATE, MOE, kind
 from tests.test_table import read_table
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -42,6 +42,55 @@ def test_every_parameter_is_what_it_was_written_down_to_be(name):
 def test_every_recipe_is_tried():
     tried = {CASES[name].make().config.model_type for name in CASES}
     assert tried == set(RECIPES)
+
+
+# Experts that no recipe knows: classes of transformers, and where their layers keep them.
+GUESSED = {
+    "Olmoe": ({"num_experts": 3}, "mlp", "gate", 24),
+    "Glm4Moe": (
+        {**MOE, "n_routed_experts": 3, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+        "mlp", "gate", 6,
+    ),
+    "GraniteMoe": ({"num_local_experts": 3}, "block_sparse_moe", "router", 24),
+    "Jamba": (
+        {"num_experts": 3, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1,
+         "expert_layer_offset": 0, "use_mamba_kernels": False, "mamba_d_state": 4},
+        "feed_forward", "router", 24,
+    ),
+    "Lfm2Moe": (
+        {**MOE, "num_dense_layers": 0, "layer_types": ["conv", "full_attention"]},
+        "feed_forward", "gate", 6,
+    ),
+    "AriaText": ({"moe_num_experts": 3}, "mlp", "router", 24),
+    "Phimoe": ({"num_local_experts": 3}, "mlp", "router", 24),
+    "NemotronH": (
+        {"n_routed_experts": 3, "moe_intermediate_size": 6, "head_dim": 4,
+         "moe_shared_expert_intermediate_size": 6, "layers_block_type": ["moe", "moe"]},
+        "mixer", "gate", 6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GUESSED)
+def test_experts_of_classes_without_a_recipe(kind):
+    values, layer, router, hidden = GUESSED[kind]
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **values})
+    assert config.model_type not in RECIPES
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = samestep.MuonAdamW(model)
+    assert sum("no recipe knows the experts" in str(each.message) for each in caught) == 1
+    found = found_in(opt)
+    inside = f"model.layers.N.{layer}"
+    assert found[f"{inside}.{router}.weight"] == GATE
+    assert found[f"{inside}.experts.down_proj"] == f"M 3 of 16 x {hidden}"
+    if kind == "NemotronH":
+        assert found[f"{inside}.experts.up_proj"] == f"M 3 of {hidden} x 16"
+    else:
+        assert found[f"{inside}.experts.gate_up_proj"] == f"M 6 of {hidden} x 16"
+    assert not any(what == "A tensor" for what in found.values())
 
 
 # --- the same steps as with separate matrices ---------------------------------------------------
@@ -254,10 +303,10 @@ def test_a_recipe_is_asked_for_or_not():
     model = CASES["mixtral"].make()
     experts = "model.layers.N.mlp.experts.gate_up_proj"
     assert found_in(samestep.MuonAdamW(model, recipe="mixtral"))[experts] == "M 6 of 24 x 16"
-    with pytest.warns(UserWarning, match="more than two dims"):
-        assert found_in(samestep.MuonAdamW(model, recipe=None))[experts] == "A tensor"
+    with pytest.warns(UserWarning, match="no recipe knows the experts"):
+        assert found_in(samestep.MuonAdamW(model, recipe=None))[experts] == "M 6 of 24 x 16"
     model.config.model_type = "somebody's own"
-    with pytest.warns(UserWarning, match="more than two dims"):
+    with pytest.warns(UserWarning, match="no recipe knows the experts"):
         samestep.MuonAdamW(model)
     assert found_in(samestep.MuonAdamW(model, recipe="mixtral"))[experts] == "M 6 of 24 x 16"
     with pytest.raises(ValueError, match="recipe 'mixtrals' is not known; choose one of"):

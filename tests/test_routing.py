@@ -308,6 +308,190 @@ def test_fused_experts_warn_whatever_their_shape():
         samestep.MuonAdamW(model, overrides={"*": {"rule": "muon"}})
 
 
+class Owner(nn.Module):
+    """Holds raw parameters, as a class that tells how it stores them."""
+
+    def __init__(self, leaves: Mapping[str, nn.Parameter], **told: bool) -> None:
+        super().__init__()
+        for name, leaf in leaves.items():
+            self.register_parameter(name, leaf)
+        for name, value in told.items():
+            setattr(self, name, value)
+
+
+UP, GATE_UP, DOWN = (3, 6, 8), (3, 12, 8), (3, 8, 6)  # 3 experts of 6 channels, width 8
+# Modules as people write them; of each parameter the matrices (out x in), or a role of AdamW's.
+EXPERTS = {
+    "olmoe": (
+        {
+            "layers.0.mlp.gate": linear(3),
+            "layers.0.mlp.experts": Owner({"gate_up_proj": raw(*GATE_UP), "down_proj": raw(*DOWN)}),
+        },
+        {"gate.weight": "gate", "gate_up_proj": "6 of 6 x 8", "down_proj": "3 of 8 x 6"},
+    ),
+    "jamba": (
+        {
+            "layers.0.feed_forward.router": linear(3),
+            "layers.0.feed_forward.experts.gate_up_proj": raw(*GATE_UP),
+            "layers.0.feed_forward.experts.down_proj": raw(*DOWN),
+            "layers.1.feed_forward.gate_proj": linear(6),
+        },
+        {
+            "router.weight": "gate", "gate_up_proj": "6 of 6 x 8", "down_proj": "3 of 8 x 6",
+            "1.feed_forward.gate_proj.weight": "6 x 8",
+        },
+    ),
+    "granitemoe of old, whose experts are beside the router": (
+        {
+            "layers.0.block_sparse_moe.input_linear.weight": raw(*GATE_UP),
+            "layers.0.block_sparse_moe.output_linear.weight": raw(*DOWN),
+            "layers.0.block_sparse_moe.router.layer": linear(3),
+        },
+        {"input_linear": "6 of 6 x 8", "output_linear": "3 of 8 x 6", "router": "gate"},
+    ),
+    "stored as (in, out), as the width tells": (
+        {
+            "layers.0.mlp.router": linear(3),
+            "layers.0.mlp.experts.gate_up_proj": raw(3, 8, 12),
+            "layers.0.mlp.experts.down_proj": raw(3, 6, 8),
+        },
+        {"router": "gate", "gate_up_proj": "6 of 6 x 8", "down_proj": "3 of 8 x 6"},
+    ),
+    "stored as (in, out), as the way back tells": (
+        {
+            "layers.0.mlp.router": linear(3),
+            "layers.0.mlp.experts.gate_up_proj": raw(3, 8, 8),
+            "layers.0.mlp.experts.down_proj": raw(3, 4, 8),
+        },
+        {"router": "gate", "gate_up_proj": "6 of 4 x 8", "down_proj": "3 of 8 x 4"},
+    ),
+    "stored as (in, out) and in turn, as the class tells": (
+        {
+            "layers.0.mlp.router": linear(3),
+            "layers.0.mlp.experts": Owner(
+                {"gate_up_proj": raw(3, 8, 16), "down_proj": raw(3, 8, 8)},
+                is_transposed=True,
+                is_concatenated=False,
+            ),
+        },
+        {"router": "gate", "gate_up_proj": "6 of 8 x 8", "down_proj": "3 of 8 x 8"},
+    ),
+    "three stacks without names of their own": (
+        {
+            "blocks.0.moe.gate": linear(3),
+            "blocks.0.moe.experts.w1": raw(*UP),
+            "blocks.0.moe.experts.w2": raw(*DOWN),
+            "blocks.0.moe.experts.w3": raw(*UP),
+        },
+        {"gate": "gate", "w1": "3 of 6 x 8", "w2": "3 of 8 x 6", "w3": "3 of 6 x 8"},
+    ),
+    "biases and scales of every expert": (
+        {
+            "blocks.0.moe.router": raw(3, 8),
+            "blocks.0.moe.experts.w1": raw(*UP),
+            "blocks.0.moe.experts.w2": raw(*DOWN),
+            "blocks.0.moe.experts.b1": raw(3, 6),
+        },
+        {"router": "gate", "w1": "3 of 6 x 8", "w2": "3 of 8 x 6", "b1": "scalar"},
+    ),
+    "dbrx, whose experts lie below each other": (
+        {
+            "blocks.0.ffn.router.layer": linear(3),
+            "blocks.0.ffn.experts.mlp.w1": raw(18, 8),
+            "blocks.0.ffn.experts.mlp.w2": raw(18, 8),
+        },
+        {"router": "gate", "w1": "3 of 6 x 8", "w2": "3 of 6 x 8"},
+    ),
+    "a rank's part of the experts": (
+        {
+            "layers.0.mlp.gate": linear(6),
+            "layers.0.mlp.experts.gate_up_proj": raw(*GATE_UP),
+            "layers.0.mlp.experts.down_proj": raw(*DOWN),
+        },
+        {"gate.weight": "gate", "gate_up_proj": "6 of 6 x 8", "down_proj": "3 of 8 x 6"},
+    ),
+    "a list of experts, with gates of their own, and a shared one": (
+        {
+            "layers.0.mlp.gate": linear(3),
+            "layers.0.mlp.experts.0.gate": linear(6),
+            "layers.0.mlp.experts.0.up": linear(6),
+            "layers.0.mlp.experts.0.down": linear(8, 6),
+            "layers.0.mlp.shared_experts.gate": linear(6),
+            "layers.0.mlp.shared_experts.up": linear(6),
+        },
+        {
+            "mlp.gate": "gate", "experts.0.gate": "6 x 8", "experts.0.up": "6 x 8",
+            "experts.0.down": "8 x 6", "shared_experts.gate": "6 x 8", "shared_experts.up": "6 x 8",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(kind, False) for kind in EXPERTS]
+    + [(kind, True) for kind in EXPERTS if "the class tells" not in kind],
+)
+def test_experts_that_no_recipe_knows(kind, named):
+    """Stacks are Muon's, matrix by matrix, routers AdamW's: one warning, and lines of the table."""
+    leaves, expected = EXPERTS[kind]
+    model = model_of(leaves)
+    params = list(model.named_parameters()) if named else model
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt = samestep.MuonAdamW(params, adjust_lr="original")
+    rows, _ = read_table(opt.table())
+    for part, what in expected.items():
+        (row,) = [row for row in rows if part in row["parameter"]]
+        seen = row["blocks"] if row["rule"] == "muon" else row["role"]
+        assert seen == what, row
+        if row["rule"] == "muon":
+            assert row["role"] == "matrix"
+            assert row["shape"].count("x") == 1 or row["reason"].startswith("guessed: experts")
+        else:
+            assert row["reason"].startswith("guessed: a ")
+    assert len(rows) == len(expected)
+    (text,) = [str(each.message) for each in found]
+    assert "no recipe knows the experts of this model, so names and shapes decide" in text
+    # What the warning proposes says the same, without a warning.
+    overrides = eval(text.partition("overrides=")[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = samestep.MuonAdamW(params, adjust_lr="original", overrides=overrides)
+    for key in ("role", "rule", "split_sizes", "transposed"):
+        assert keys(again, key) == keys(opt, key)
+
+
+def test_what_looks_like_experts_and_is_none():
+    """A gate of an MLP, a router's name in a vector, stacks far from any router."""
+    model = model_of(
+        {
+            "layers.0.mlp.gate": linear(6), "layers.0.mlp.up": linear(6),
+            "layers.0.mlp.router_norm": raw(8),
+            "layers.0.attn.q": raw(8, 2, 4), "layers.0.output_gate": linear(8),
+        }
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="more than two dims") as found:
+        opt = samestep.MuonAdamW(model)
+    assert [str(each.message).partition(":")[0] for each in found] == ["layers.0.attn.q (8, 2, 4)"]
+    rules = keys(opt, "rule")
+    assert rules["layers.0.mlp.gate.weight"] == rules["layers.0.output_gate.weight"] == "muon"
+    assert rules["layers.0.attn.q"] == "adamw"
+
+
+def test_an_override_decides_over_a_guess():
+    leaves, _ = EXPERTS["olmoe"]
+    own = {"*.experts.*": {"rule": "adamw"}, "*.gate.weight": {"rule": "muon"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = samestep.MuonAdamW(model_of(leaves), overrides=own)
+    assert set(keys(opt, "rule").items()) == {
+        ("layers.0.mlp.gate.weight", "muon"),
+        ("layers.0.mlp.experts.gate_up_proj", "adamw"),
+        ("layers.0.mlp.experts.down_proj", "adamw"),
+    }
+
+
 def test_the_wi_of_t5_is_one_matrix():
     samestep.MuonAdamW(model_of({"block.0.DenseReluDense.wi": linear(32)}))
 
@@ -455,13 +639,22 @@ def experts() -> nn.Module:
     )
 
 
-def test_a_stack_of_experts_goes_to_adamw_with_one_warning():
-    with pytest.warns(UserWarning, match="left to AdamW") as caught:
+def test_stacks_of_experts_go_to_muon_with_one_warning():
+    with pytest.warns(UserWarning, match="names and shapes decide") as caught:
         opt = samestep.MuonAdamW(experts())
+    assert set(rules(opt).values()) == {"muon"}
+    (message,) = [str(warning.message) for warning in caught]
+    assert "layers.*.experts.up (4, 16, 8)" in message
+    assert "layers.*.experts.down (4, 8, 16)" in message
+    assert caught[0].filename == __file__, "it should point at the line of the user"
+
+
+def test_a_stack_of_anything_else_goes_to_adamw_with_one_warning():
+    with pytest.warns(UserWarning, match="left to AdamW") as caught:
+        opt = samestep.MuonAdamW(model_of({"layers.0.up": raw(4, 16, 8)}))
     assert set(rules(opt).values()) == {"adamw"}
     (message,) = [str(warning.message) for warning in caught]
-    assert "layers.0.experts.up (4, 16, 8)" in message
-    assert "layers.0.experts.down (4, 8, 16)" in message
+    assert "layers.0.up (4, 16, 8)" in message
     assert 'overrides={"<pattern>": {"rule": "muon"}}' in message
     assert caught[0].filename == __file__, "it should point at the line of the user"
 
@@ -474,15 +667,15 @@ def test_an_override_for_a_stack_of_experts_silences_the_warning(rule, cut):
 
 
 def test_an_override_for_one_stack_leaves_the_warning_for_the_other():
-    with pytest.warns(UserWarning, match="left to AdamW") as caught:
+    with pytest.warns(UserWarning, match="names and shapes decide") as caught:
         samestep.MuonAdamW(experts(), overrides={"*.up": {"rule": "muon"}})
     assert "experts.down" in str(caught[0].message)
     assert "experts.up" not in str(caught[0].message)
 
 
 def test_many_stacks_are_counted_not_listed():
-    model = model_of({f"layers.{i}.experts": raw(2, 3, 3) for i in range(40)})
-    with pytest.warns(UserWarning, match=r"layers\.0\.experts .* and 34 more") as caught:
+    model = model_of({f"layers.{i}.stack": raw(2, 3, 3) for i in range(40)})
+    with pytest.warns(UserWarning, match=r"layers\.0\.stack .* and 34 more") as caught:
         samestep.MuonAdamW(model)
     assert len(caught) == 1
 

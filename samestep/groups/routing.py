@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from samestep.groups.experts import guessed_experts
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, check_pair, name_matches
 from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
@@ -206,9 +207,11 @@ def route(
     groups: dict[tuple[Any, ...], Group] = {}
     reasons: dict[str, str] = {}
     unmarked, fused = [], []
+    roles = {p.name: role_of(p, given.vocabularies) for p in given.parameters}
+    guessed = _guessed(given, roles, recipe or {}, asked)
     for parameter in given.parameters:
-        found = role_of(parameter, given.vocabularies)
-        known = dict((recipe or {}).get(parameter.name, {}))
+        found = roles[parameter.name]
+        known = dict((recipe or {}).get(parameter.name) or guessed.get(parameter.name, {}))
         role = known.pop("role", found.name)
         reason = known.pop("reason", found.reason)
         if "rule" in asked[parameter.name]:
@@ -255,6 +258,7 @@ def route(
         if split is not None:
             split = _in_numbers(split, parameter, transposed=options.get("transposed", transposed))
             groups[key].setdefault("split_sizes", {})[whole_name(parameter.name)] = split
+    _warn_of_guesses(given, guessed)
     _warn(
         unmarked,
         "more than two dims, so left to AdamW. For a stack of matrices pass "
@@ -272,6 +276,58 @@ def route(
         "is one matrix",
     )
     return list(groups.values()), reasons
+
+
+def _guessed(
+    given: Routable,
+    roles: Mapping[str, Role],
+    recipe: Mapping[str, Mapping[str, Any]],
+    asked: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Group]:
+    """What experts and routers look like, unless a recipe or an override says what they are.
+
+    An override that says the same leaves them their role, and with it the options of that role.
+    """
+    by_role: dict[str, list[NamedParameter]] = {"matrix": [], "tensor": []}
+    for parameter in given.parameters:
+        by_role.setdefault(roles[parameter.name].name, []).append(parameter)
+    found = guessed_experts(by_role["matrix"], by_role["tensor"])
+    guessed = {}
+    for name, options in found.items():
+        rule = asked[name].get("rule")
+        if name not in recipe and rule in (None, options["rule"]):
+            guessed[name] = options if rule is None else {"role": options["role"]}
+    return guessed
+
+
+def _warn_of_guesses(given: Routable, guessed: Mapping[str, Group]) -> None:
+    """One warning for all, with the overrides that say the same."""
+    guessed = {name: options for name, options in guessed.items() if "rule" in options}
+    if not guessed:
+        return
+    by_pattern: dict[str, list[NamedParameter]] = {}
+    for parameter in given.parameters:
+        if parameter.name in guessed:
+            pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name)  # numbers of layers
+            by_pattern.setdefault(pattern, []).append(parameter)
+    kinds: list[str] = []
+    spelled: dict[str, Group] = {}
+    for pattern, alike in by_pattern.items():
+        meant = [p.name for p in given.parameters if name_matches(p.name, pattern)]
+        is_one = all(guessed.get(name) == guessed[alike[0].name] for name in meant)
+        for name, param, _ in alike[:1] if is_one else alike:
+            told = dict(guessed[name])
+            reason = told["reason"].removeprefix("guessed: ")
+            kinds.append(f"{pattern if is_one else name} {tuple(param.shape)} as {reason}")
+            spelled[pattern if is_one else name] = {
+                key: value for key, value in told.items() if key not in ("role", "reason")
+            }
+    warn_user(
+        "no recipe knows the experts of this model, so names and shapes decide: "
+        f"{some(kinds, 6)}. Stacks go to Muon, matrix by matrix, and routers to AdamW; "
+        "table() marks them as guessed. Where that is right, this says so and ends the warning: "
+        f"overrides={spelled}"
+    )
 
 
 def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list[Group]:

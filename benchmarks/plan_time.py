@@ -28,9 +28,9 @@ from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
 from samestep.bench.gpu.report import Screen
 from samestep.estimate.blueprint import blueprint
 from samestep.estimate.calibration import Measured, hardware, measure
+from samestep.estimate.decoder import Decoder, Shape
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import Hardware, hardware_as_json
-from samestep.estimate.model import Decoder, Shape
 from samestep.estimate.timeline import simulate
 from samestep.launch.forked import run_forked
 from samestep.plan.links import Fabric, Link

@@ -37,9 +37,9 @@ from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
 from samestep.estimate.blueprint import blueprint
 from samestep.estimate.calibration import Measured, hardware, measure
+from samestep.estimate.decoder import Decoder
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.model import Decoder
 from samestep.estimate.timeline import simulate
 from samestep.plan.links import CPU_LINKS, Link
 from samestep.tooling.output import check_folder

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from samestep.estimate.model import Shape
+from samestep.estimate.decoder import Shape
 from samestep.estimate.slots import most_in_flight, passes_of
 from samestep.mesh.degrees import Degrees
 from samestep.parallel.stages import spread

@@ -350,8 +350,6 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
         keywords["overrides"] = {(lambda name, param: True): {"rule": "adamw"}}
     else:
         keywords["overrides"], keywords["split_sizes"] = known_options(module)
-        if any(is_expert(name, param) for name, param in module.named_parameters()):
-            keywords["overrides"]["*experts*"] = {"rule": "muon"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return samestep.MuonAdamW(

@@ -2,7 +2,8 @@
 
 Hidden matrices go to Muon. Embeddings, output heads, norms, biases and scalars go to
 AdamW, and so do LoRA factors and convolutions, unless a recipe for the model
-(`samestep.recipes`) or an override says otherwise.
+(`samestep.recipes`) or an override says otherwise. Of experts that no recipe knows names and shapes
+tell (`samestep.groups.experts`).
 """
 
 import re
@@ -134,6 +135,8 @@ def _vocabularies(embeddings: Iterable[tuple[str, Tensor]]) -> set[tuple[int, ..
 
 def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> Role:
     """matrix | embedding | unembedding | scalar | lora | conv | tensor, by owner, name and shape.
+
+    A matrix may be a router, and a tensor a stack of experts: their surroundings tell.
 
     `vocabularies` holds the shapes of the embeddings: outside the numbered layers, a weight of
     such a shape is a head.

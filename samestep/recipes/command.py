@@ -62,9 +62,10 @@ gives the same for an optimizer that is given named parameters. `print(opt.table
 every parameter what was decided, and why.
 
 Rows are outputs, also of weights that are stored as (in, out): [routing.md](routing.md) tells of
-`split_sizes` and `transposed`. Everything that no line names is routed as in any model. This page
-is written by `samestep recipes --page`; lines are tested on transformers' own classes against lists
-written by hand, and steps against those of separate matrices (`tests/test_recipes.py`).
+`split_sizes` and `transposed`. Everything that no line names is routed as in any model; experts of
+models without a recipe are found by names and shapes, with a warning. This page is written by
+`samestep recipes --page`; lines are tested on transformers' own classes against lists written by
+hand, and steps against those of separate matrices (`tests/test_recipes.py`).
 
 """
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from samestep.estimate.activations import Batch, LayerMemory
-from samestep.estimate.model import SHAPES, gpt_shape
+from samestep.estimate.decoder import SHAPES, gpt_shape
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.stack import Stack

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.estimate.activations import Batch, LayerMemory
 from samestep.estimate.cluster import plan_shares, stack_grid, stack_units
+from samestep.estimate.decoder import gpt_shape
 from samestep.estimate.fsdp import fsdp_collectives
-from samestep.estimate.model import gpt_shape
 from samestep.estimate.sends import LayerSends
 from samestep.estimate.slots import passes_of
 from samestep.mesh import Degrees, build

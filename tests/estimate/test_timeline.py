@@ -13,10 +13,11 @@ import samestep.optimizer.step
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.cluster import Job, Settings
+from samestep.estimate.decoder import gpt_shape
 from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.grid import Grid, one_axis
 from samestep.estimate.hardware import Hardware, peers_on_host
-from samestep.estimate.model import Model, gpt_shape
+from samestep.estimate.model import Model
 from samestep.estimate.slots import bubble, passes_of
 from samestep.estimate.timeline import chrome_trace, simulate
 from samestep.estimate.training import Training, training_of

@@ -110,7 +110,8 @@ def differences(rank, meshes):
         stack = Stack(model, PLAN, build(**degrees), loss=mse_loss)
         rows = 4 // stack.mesh.degrees.batch_ranks
         mine = slice(stack.batch_place * rows, (stack.batch_place + 1) * rows)
-        opt = stack.optimizer(overrides={"*.stacks.*": {"rule": "muon"}}, max_grad_norm=0.01)
+        rules = {"*.stacks.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
+        opt = stack.optimizer(overrides=rules, max_grad_norm=0.01)
         stack.backward(tokens[mine], target[mine])
         combine_gradients(model.parameters())
         distances = {}

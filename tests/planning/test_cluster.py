@@ -8,9 +8,10 @@ import torch
 from samestep import cli
 from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Job, Settings, guessed_shares, plan_shares
+from samestep.estimate.decoder import SHAPES, build
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import SHAPES, Model, build, load_model, stage_of
+from samestep.estimate.model import Model, load_model, stage_of
 from samestep.estimate.options import not_counted
 from samestep.groups.routing import Elsewhere
 from samestep.mesh.degrees import Degrees

@@ -5,9 +5,9 @@ import torch
 
 import samestep
 from samestep.estimate.blueprint import blueprint
+from samestep.estimate.decoder import SHAPES, build
 from samestep.estimate.grid import one_axis
 from samestep.estimate.memory import kept_memory, rank_memory
-from samestep.estimate.model import SHAPES, build
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 

@@ -20,15 +20,6 @@ from samestep.estimate.decoder import Shape, build
 from samestep.tooling.request import BadRequestError, in_one_line, read_json
 
 Config = Mapping[str, Any]
-# Where families differ from the usual names.
-SPELLINGS = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocab_size": ("vocab_size",),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
-    "positions": ("n_positions", "max_position_embeddings"),
-}
 
 
 @dataclass(frozen=True)
@@ -38,12 +29,14 @@ class Known:
     defaults: of transformers' class, of keys that a file may lack; None: it follows from others.
     counted_as: of options that change parameters the one value that a `Shape` has.
     traits: fields of the `Shape` that no key tells.
+    spelled: other names of keys, of which the first that is there counts.
     extra_positions: rows of a learned table of positions that no token has; None: no table.
     """
 
     defaults: Config = field(default_factory=dict)
     counted_as: Config = field(default_factory=dict)
     traits: Config = field(default_factory=dict)
+    spelled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     extra_positions: int | None = None
 
 
@@ -74,6 +67,13 @@ KNOWN = {
         {"tie_word_embeddings": True, "positions": 1024},
         {"add_cross_attention": False},
         {**_OLD, "fused": True},
+        {
+            "hidden_size": ("n_embd", "hidden_size"),
+            "num_hidden_layers": ("n_layer", "num_hidden_layers"),
+            "num_attention_heads": ("n_head", "num_attention_heads"),
+            "intermediate_size": ("n_inner",),
+            "positions": ("n_positions", "max_position_embeddings"),
+        },
         extra_positions=0,
     ),
     "gpt_neox": Known({}, {"attention_bias": True}, {**_OLD, "fused": True}),
@@ -84,6 +84,7 @@ KNOWN = {
             "layer_norm_elementwise_affine": True,
         },
         _OLD,
+        {"intermediate_size": ("ffn_dim",), "positions": ("max_position_embeddings",)},
         extra_positions=2,
     ),
     "deepseek_v2": Known(_LATENT, {**_UNBIASED, "mlp_bias": False}, {"fused": True}),
@@ -180,8 +181,21 @@ def known_shape(config: Config, kind: str, path: Path) -> Shape:
     """What a file says of a type of `KNOWN`; raises NotCountedError for what no `Shape` has."""
     known = KNOWN[kind]
     config = {**known.defaults, **config}
-    width = _number(config, "hidden_size", path)
-    heads = _number(config, "num_attention_heads", path)
+
+    def find(key: str) -> Any:
+        return next((config[k] for k in known.spelled.get(key, (key,)) if config.get(k)), None)
+
+    def number(key: str) -> int:
+        found = find(key) or known.defaults.get(key)
+        if found is None:
+            raise _missing(path, known.spelled.get(key, (key,))[0])
+        if type(found) is not int or found < 1:
+            raise BadRequestError(
+                f"{str(path)!r}: {key} must be a whole number above 0, got {found!r}"
+            )
+        return found
+
+    width, heads = number("hidden_size"), number("num_attention_heads")
     latent = config.get("kv_lora_rank") or 0
     counted_as = dict(known.counted_as)
     if "v_head_dim" in known.defaults:
@@ -194,20 +208,18 @@ def known_shape(config: Config, kind: str, path: Path) -> Shape:
                 f"{str(path)!r}: {key} is {config[key]!r}, and without transformers a {kind!r} is "
                 f"counted with {value!r} alone: install transformers, or give PACKAGE:FACTORY"
             )
-    hidden = _find(config, "intermediate_size")
-    if hidden is None and kind != "gpt2":
-        raise _missing(path, "intermediate_size")
-    hidden = hidden or 4 * width
+    hidden = 4 * width if kind == "gpt2" and not find("intermediate_size") else 0
+    hidden = hidden or number("intermediate_size")
     experts = config.get("n_routed_experts") or config.get("num_local_experts")
     experts = experts or config.get("num_experts") or 0
     rows = 0
     if known.extra_positions is not None:
-        rows = _number(config, "positions", path) + known.extra_positions
+        rows = number("positions") + known.extra_positions
     return Shape(
         name=kind,
-        vocabulary=_number(config, "vocab_size", path),
+        vocabulary=number("vocab_size"),
         width=width,
-        layers=_number(config, "num_hidden_layers", path),
+        layers=number("num_hidden_layers"),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head=config["v_head_dim"] if latent else config.get("head_dim") or width // heads,
@@ -225,19 +237,6 @@ def known_shape(config: Config, kind: str, path: Path) -> Shape:
         source=f"{path.name}: {kind}",
         **known.traits,
     )
-
-
-def _find(config: Config, key: str) -> int | None:
-    return next((config[name] for name in SPELLINGS[key] if config.get(name)), None)
-
-
-def _number(config: Config, key: str, path: Path) -> int:
-    found = _find(config, key) or config.get(key)
-    if found is None:
-        raise _missing(path, key)
-    if type(found) is not int or found < 1:
-        raise BadRequestError(f"{str(path)!r}: {key} must be a whole number above 0, got {found!r}")
-    return found
 
 
 def _missing(path: Path, key: str) -> BadRequestError:

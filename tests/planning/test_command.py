@@ -10,7 +10,7 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.estimate import scaling
+from samestep.estimate import configs, scaling
 from samestep.estimate.cluster import Job
 from samestep.estimate.command import settings_of
 from samestep.estimate.hardware import PRESETS
@@ -351,7 +351,15 @@ TRANSFORMERS = {
         [64, 64, *2 * [64, 64, 64, 64, 192, 64, 128, 64]],
     ),
     "opt": (
-        {**LIKE_LLAMA, "num_key_value_heads": 4, "max_position_embeddings": 64},
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "ffn_dim": 128,
+            "max_position_embeddings": 64,
+            "vocab_size": 64,
+            "word_embed_proj_dim": 64,
+        },
         [(64, 64, 0), (66, 64, 0), *2 * [*4 * [(64, 64, 1)], (128, 64, 1), (64, 128, 1)]],
         [64, 64, *2 * [64, 64, 64, 64, 64, 64, 64, 64, 128, 64]],
     ),
@@ -387,6 +395,58 @@ def test_configs_of_transformers_are_counted_to_the_byte(kind, tmp_path):
     plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).blueprint(0)
     memory = rank_memory(plan, 0)
     assert (memory.state, memory.main_parameters) == (state, 2 * elements)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As where transformers is not installed."""
+    monkeypatch.setattr(configs, "find_spec", lambda name: None)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_next", "starcoder2", "phi", "qwen2_moe", "llama4_text", "jamba", "falcon", "bloom",
+     "gpt_bigcode", "gemma3", "llava"],
+)  # fmt: skip
+def test_types_that_would_be_miscounted_are_refused(kind, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LIKE_LLAMA, "model_type": kind, "text_config": LIKE_LLAMA}))
+    text = refused([str(path)], capsys)
+    assert f"not one of the known types: '{path}' is of type '{kind}'" in text
+    assert "Install transformers" in text
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("llama", "attention_bias", True), ("llama", "mlp_bias", True),
+        ("gemma", "attention_bias", True), ("qwen3_moe", "decoder_sparse_step", 2),
+        ("qwen3_moe", "mlp_only_layers", [0]), ("gpt2", "add_cross_attention", True),
+        ("gpt_neox", "attention_bias", False), ("opt", "word_embed_proj_dim", 32),
+        ("opt", "do_layer_norm_before", False), ("deepseek_v3", "qk_nope_head_dim", 8),
+    ],
+)  # fmt: skip
+def test_options_that_would_be_miscounted_are_refused(kind, key, value, tmp_path, capsys):
+    config = TRANSFORMERS[kind][0] if kind in TRANSFORMERS else {**LIKE_LLAMA, "num_experts": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "model_type": kind}))
+    load_model(str(path), torch.bfloat16)
+    path.write_text(json.dumps({**config, "model_type": kind, key: value}))
+    assert f"{key} is {value!r}, and without transformers" in refused([str(path)], capsys)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_file_lacks_is_as_in_the_class(tmp_path):
+    """A head of gemma has 256 channels and ties its embedding, of qwen3 128, unless told."""
+    small = {key: LIKE_LLAMA[key] for key in LIKE_LLAMA if key != "head_dim"}
+    path = tmp_path / "config.json"
+    for kind, head, tables, extra in (("gemma", 256, 1, 0), ("qwen3", 128, 2, 4 * 128)):
+        path.write_text(json.dumps({**small, "model_type": kind}))
+        found = load_model(str(path), torch.bfloat16).parameters
+        layer = (4 + 2 + 2 + 4) * head * 64 + 3 * 128 * 64 + 2 * 64
+        assert found == tables * 64 * 64 + 2 * layer + 64 + extra
 
 
 def test_the_template_for_deepseek_on_2048_is_questioned():

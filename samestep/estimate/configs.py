@@ -130,9 +130,9 @@ def configured(path: Path, dtype: torch.dtype) -> Configured:
                 f"transformers those are {', '.join(KNOWN)}. Install transformers, whose own model "
                 "is counted then, or give PACKAGE:FACTORY"
             )
-        shape = known_shape(config, kind, path)
-        return Configured(name, shape.source, build(shape, dtype), shape)
-    shape = None
+        counted = known_shape(config, kind, path)
+        return Configured(name, counted.source, build(counted, dtype), counted)
+    shape: Shape | None = None
     if kind in KNOWN:
         with suppress(NotCountedError):  # parameters are counted without it
             shape = known_shape(config, kind, path)

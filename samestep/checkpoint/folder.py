@@ -161,10 +161,11 @@ class Unfinished:
             raise CheckpointError(f"{self.path} is being written by {owner}")
 
 
-def checkpoints(folder: Path) -> Iterator[Path]:
-    """The complete checkpoints in a folder that a save of ours has written; no links to any."""
-    for path in folder.iterdir():
-        if not path.name.startswith(".") and own_files(path, tell=True) is not None:
+def checkpoints_beside(newest: Path) -> Iterator[Path]:
+    """The complete checkpoints there that a save of ours has written; no links to any."""
+    for path in newest.parent.iterdir():
+        hidden = path.name.startswith(".")
+        if path != newest and not hidden and own_files(path, tell=True) is not None:
             yield path
 
 
@@ -177,7 +178,7 @@ def own_files(path: Path, *, tell: bool = False) -> list[str] | None:
         return None
     wrong = ""
     try:
-        files = _files_in(read_json(path / INDEX))
+        files = _files_of(path)
         changed = [name for name, size in files.items() if _at(path, name) != size]
         wrong = f"not as they were saved are {some(changed)}" if changed else ""
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
@@ -189,8 +190,22 @@ def own_files(path: Path, *, tell: bool = False) -> list[str] | None:
     return [*files]
 
 
+_known: dict[tuple[int, ...], Mapping[str, int]] = {}
+
+
+def _files_of(path: Path) -> Mapping[str, int]:
+    """Names and sizes of the files of a checkpoint; ValueError unless a save of ours wrote it.
+
+    An index is read once, wherever it is moved: it is large where there are many tensors.
+    """
+    files = [(path / name).lstat() for name in (INDEX, SUM)]
+    same = tuple(fact for f in files for fact in (f.st_dev, f.st_ino, f.st_mtime_ns, f.st_size))
+    if same not in _known:
+        _known[same] = _files_in(read_json(path / INDEX))
+    return _known[same]
+
+
 def _files_in(content: Any) -> Mapping[str, int]:
-    """Names and sizes of the files of a checkpoint; ValueError unless a save of ours wrote it."""
     index = content if isinstance(content, dict) else {}
     if index.get("format") != FORMAT or not isinstance(index.get("samestep"), str):
         raise ValueError(f"its index is not one of format {FORMAT}")
@@ -264,7 +279,7 @@ def _check_pointer(parent: Path) -> None:
 
 def _move_away_all_but(keep: int, newest: Path) -> list[Path]:
     """All but so many of the newest checkpoints beside one; gives where they are to be deleted."""
-    others = sorted((p for p in checkpoints(newest.parent) if p != newest), key=_age)
+    others = sorted(checkpoints_beside(newest), key=_age)
     removed = []
     for path in others[: max(0, len(others) - keep + 1)]:
         try:
@@ -311,7 +326,7 @@ def _delete(hidden: Path) -> None:
     """Delete a checkpoint that was moved away; nothing else that may lie there."""
     with suppress(OSError, CheckpointError, ValueError, RecursionError):
         if _size_of(hidden / INDEX):
-            files = _files_in(read_json(hidden / INDEX))
+            files = _files_of(hidden)
             for name in (*files, OWNER, POINTER):
                 if _at(hidden, name) is not None:
                     (hidden / name).unlink()

@@ -139,6 +139,18 @@ def test_a_damaged_checkpoint_stays_and_is_not_counted(tmp_path):
     assert names(tmp_path) == ["2", "3", "4", "5", "LATEST"]
 
 
+def test_an_index_is_read_once(tmp_path, monkeypatch):
+    """It is large where there are many tensors, and `keep` looks at all of them in every save."""
+    real, read = folder.read_json, []
+    monkeypatch.setattr(
+        folder, "read_json", lambda path: read.append(path.parent.name) or real(path)
+    )
+    for number in range(6):
+        samestep.save(tmp_path / str(number), model_of(number), extra=number, keep=3)
+    assert read == [str(number) for number in range(5)]
+    assert names(tmp_path) == ["3", "4", "5", "LATEST"]
+
+
 def test_checkpoints_of_earlier_versions_are_ours(tmp_path):
     """Their index had no `written_as`, and all else that is looked at."""
     samestep.save(tmp_path / "1", model_of(1))

@@ -131,6 +131,8 @@ class Unfinished:
         if self._saver.has_mark:
             _delete_partial(self.folder)
         self._saver.release()
+        with suppress(OSError):  # NFS keeps an open file under another name
+            self.folder.rmdir()
 
     def _remove_leftovers(self) -> None:
         """What killed saves have left; raises if somebody writes the same checkpoint."""

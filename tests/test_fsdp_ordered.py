@@ -311,14 +311,21 @@ def test_a_sum_that_was_taken_back():
 
 
 def test_a_mesh_out_of_rank_order():
-    def job(rank):
-        mesh = dist.device_mesh.DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=AXES)
-        model = fully_shard(nn.Linear(5, 7), mesh=mesh)
-        use_ordered_reduction(model)
-        with pytest.raises(RuntimeError, match=r"the first axes of a mesh must be those of FSDP"):
-            model(inputs(rank)).sum().backward()
+    """Shards are in the order of ranks; the sum is that of a mesh in this order, bit for bit."""
 
-    run_forked(4, job)
+    def job(rank):
+        found = []
+        for ranks in ([[0, 1], [2, 3]], [[1, 0], [3, 2]], [[2, 3], [0, 1]]):
+            mesh = dist.device_mesh.DeviceMesh("cpu", ranks, mesh_dim_names=AXES)
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(5, 7), mesh=mesh)
+            use_ordered_reduction(model)
+            model(inputs(rank)).sum().backward()
+            found.append(model.weight.grad.to_local())
+        return found
+
+    for first, *others in run_forked(4, job):
+        assert all(torch.equal(first, other) for other in others)
 
 
 # --- on a GPU -----------------------------------------------------------------------------------

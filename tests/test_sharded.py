@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -110,6 +111,7 @@ def fsdp(model, mesh=None):
 
 
 SCHEDULES = ["parallel", "gather"]
+FORMATS = ["fully_reshardable", "fsdp_dtensor"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4] if SOAK else [3])
@@ -164,3 +166,87 @@ def test_tensor_parallel_and_fsdp2(data, model_ranks):
 
     for found in run_forked(data * model_ranks, job):
         near(found, expected)
+
+
+PERMUTED = [
+    ([2, 0, 3, 1], ("shard",), False),
+    ([0, 2, 1, 3], ("shard",), False),
+    ([[2, 3], [0, 1]], ("replicate", "shard"), False),
+    ([[3, 2], [1, 0]], ("data", "model"), True),
+]
+
+
+def read_by_torch(folder):
+    """What torch's tools find in a checkpoint, in one process."""
+    reader = dcp.FileSystemReader(folder)
+    found = {
+        key: torch.empty(entry.size)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith("model.")
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return {key.removeprefix("model."): value for key, value in found.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_meshes_whose_ranks_are_permuted(tmp_path):
+    """Torch shards by the order of ranks, and not by coordinates: so do we, uneven parts too."""
+    plain = {**OPTIONS, "overrides": {"experts": {"rule": "muon"}}}
+    options = {False: OPTIONS, True: plain}
+    expected = {False: alone(4), True: alone(2, 36, **plain)}
+
+    def job(rank, case):
+        ranks, names, tensor_parallel = case
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+        model = Net(36 if tensor_parallel else 33)
+        wanted = {name: param.detach().clone() for name, param in model.named_parameters()}
+        if tensor_parallel:
+            for block in model.blocks:
+                parallelize_module(
+                    block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                )
+            fsdp(model, mesh["data"])
+        else:
+            fsdp(model, mesh)
+        opt = samestep.MuonAdamW(model, **options[tensor_parallel])
+        for name, param in model.named_parameters():
+            assert torch.equal(opt.full_parameter(name), wanted[name]), name
+            even = all(size % 4 == 0 for size in param.shape)
+            if even:
+                assert torch.equal(param.full_tensor(), wanted[name]), name
+        found = train(model, opt, mesh.get_local_rank("data") if tensor_parallel else rank)
+        folders = [tmp_path / f"{ranks} {format}" for format in FORMATS]
+        for folder, format in zip(folders, FORMATS, strict=True):
+            samestep.save(folder, model, opt, format=format)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        samestep.load(folders[0], model, opt)
+        for name, value in found[0].items():
+            assert torch.equal(opt.full_parameter(name), value), name
+        return found
+
+    for (ranks, _, tensor_parallel), results in run_cases(4, PERMUTED, job):
+        for found in results:
+            near(found, expected[tensor_parallel])
+        values = results[0][0]
+        for name, value in read_by_torch(tmp_path / f"{ranks} {FORMATS[1]}").items():
+            assert torch.equal(value, values[name]), name
+        model = Net(36 if tensor_parallel else 33)
+        opt = samestep.MuonAdamW(model, **options[tensor_parallel])
+        samestep.load(tmp_path / f"{ranks} {FORMATS[0]}", model, opt)
+        for name, param in model.named_parameters():
+            assert torch.equal(param, values[name]), name
+
+
+@pytest.mark.parametrize("ranks", [[[0, 1], [3, 2]], [[0, 3], [2, 1]]])
+def test_meshes_of_which_axes_join_other_parts(ranks):
+    """Every rank is told, at construction."""
+
+    def job(rank):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+        model = fsdp(Net(), mesh)
+        with pytest.raises(ValueError, match="are in different orders along its axis"):
+            samestep.MuonAdamW(model, **OPTIONS)
+
+    run_forked(4, job)

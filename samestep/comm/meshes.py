@@ -1,6 +1,7 @@
 """DTensors: their boxes, and the ranks of their mesh as one group."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -50,16 +51,52 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> RankGroup:
     return registry.of_members(mesh.mesh[place].flatten().tolist())
 
 
+def shard_places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
+    """Which part each rank of a mesh has along each axis.
+
+    Not its coordinate: torch scatters, gathers and shards by the rank in an axis' process group,
+    which is in the order of global ranks, however they are permuted in the mesh.
+
+    Raises:
+        ValueError: Ranks have one order here and another one there, so that collectives along one
+            axis would join other parts. Raised on every rank of the mesh.
+    """
+    places = []
+    for axis in range(mesh.ndim):
+        order = mesh.mesh.argsort(dim=axis).argsort(dim=axis)
+        lines = order.movedim(axis, 0).reshape(mesh.size(axis), -1)
+        if not bool((lines == lines[:, :1]).all()):
+            name = repr(mesh.mesh_dim_names[axis]) if mesh.mesh_dim_names else str(axis)
+            raise ValueError(
+                f"the ranks of the mesh {mesh.mesh.tolist()} are in different orders along its axis "
+                f"{name}: torch shards by the order of ranks, not by their places in the mesh, and "
+                "would combine different parts of one parameter. Build the mesh with ranks that "
+                "ascend along each axis, as init_device_mesh does"
+            )
+        places.append(order)
+    orders = zip(*(order.flatten().tolist() for order in places), strict=True)
+    return dict(zip(mesh.mesh.flatten().tolist(), orders, strict=True))
+
+
+def place_here(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Which part this rank has along each axis."""
+    return shard_places(mesh)[dist.get_rank()]
+
+
 def held(tensor: DTensor, group: RankGroup) -> Held:
     """Who holds what; raises ValueError for a placement that cannot be supported."""
     mesh = tensor.device_mesh
     cuts = [_cut(placement) for placement in tensor.placements]
     shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
-    by_position = list(
+    by_place = list(
         zip(all_boxes(shape, mesh_shape, cuts), replicas(mesh_shape, cuts), strict=True)
     )
-    places = {rank: place for place, rank in enumerate(mesh.mesh.flatten().tolist())}
-    boxes, copies = zip(*(by_position[places[rank]] for rank in group.members), strict=True)
+    strides = [prod(mesh_shape[axis + 1 :]) for axis in range(mesh.ndim)]
+    places = {
+        rank: sum(at * stride for at, stride in zip(place, strides, strict=True))
+        for rank, place in shard_places(mesh).items()
+    }
+    boxes, copies = zip(*(by_place[places[rank]] for rank in group.members), strict=True)
     mine = boxes[group.rank]
     if tuple(tensor.to_local().shape) != mine.sizes:
         raise ValueError(
@@ -105,13 +142,11 @@ def box_in_forward(tensor: DTensor) -> Box:
 def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
     """What this rank would hold if some axes of the mesh cut nothing."""
     mesh = tensor.device_mesh
-    here = mesh.get_coordinate()
-    assert here is not None
     cuts = [
         Cut() if axis in axes else _cut(placement)
         for axis, placement in enumerate(tensor.placements)
     ]
-    return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, here)
+    return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, place_here(mesh))
 
 
 def whole_tensor(
@@ -121,7 +156,8 @@ def whole_tensor(
 
     `device`: where ranks can send it, if it stays elsewhere.
 
-    Also of what torch's own `full_tensor` puts together wrongly: uneven strided shards.
+    Also of what torch's own `full_tensor` puts together wrongly, or never: uneven strided shards,
+    and uneven shards of a mesh whose ranks are permuted.
     """
     group = mesh_group(tensor.device_mesh)
     boxes = (known or held(tensor, group)).boxes

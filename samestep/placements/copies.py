@@ -91,7 +91,9 @@ def _signature(mesh: Any, pairs: Sequence[Named]) -> str:
         f"{name}: {tuple(param.shape)} {param.dtype} {param.placements}"  # type: ignore[attr-defined]
         for name, param in pairs
     )
-    lines.append(f"{tuple(mesh.shape)} at {mesh.get_coordinate()}")
+    from samestep.comm.meshes import place_here  # DTensors take long to import
+
+    lines.append(f"{tuple(mesh.shape)} at {place_here(mesh)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
 from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import compared, difference_of
+from samestep.comm.meshes import place_here
 from samestep.stress.check import Drift, Kind
 
 NAME = "check of copies on other meshes"
@@ -125,9 +126,6 @@ class OutsideCopies:
 def _place(tensor: DTensor) -> str:
     """How it is cut, and which of the parts is here: the same for copies."""
     mesh, placements = tensor.device_mesh, tensor.placements
-    here = mesh.get_coordinate()
-    assert here is not None
-    cut = [
-        at for at, placement in zip(here, placements, strict=True) if not placement.is_replicate()
-    ]
+    pairs = zip(place_here(mesh), placements, strict=True)
+    cut = [at for at, placement in pairs if not placement.is_replicate()]
     return f"{tuple(mesh.shape)} {placements} {cut}"

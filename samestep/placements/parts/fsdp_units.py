@@ -77,6 +77,8 @@ def grid(module: nn.Module) -> list[list[int]]:
     has_copies = param.placements[0].is_replicate()
     axes = int(is_sharded) + int(has_copies)
     ranks = mesh.mesh[(slice(None),) * axes + tuple(here[axes:])]
+    for axis in range(axes):  # shards are in the order of ranks, however these lie in the mesh
+        ranks = ranks.sort(dim=axis).values
     found: list[list[int]] = ranks.reshape(len(ranks) if has_copies else 1, -1).tolist()
     return found
 

@@ -215,9 +215,9 @@ def test_meshes_whose_ranks_are_permuted(tmp_path):
             if even:
                 assert torch.equal(param.full_tensor(), wanted[name]), name
         found = train(model, opt, mesh.get_local_rank("data") if tensor_parallel else rank)
-        folders = [tmp_path / f"{ranks} {format}" for format in FORMATS]
-        for folder, format in zip(folders, FORMATS, strict=True):
-            samestep.save(folder, model, opt, format=format)
+        folders = [tmp_path / f"{ranks} {name}" for name in FORMATS]
+        for folder, name in zip(folders, FORMATS, strict=True):
+            samestep.save(folder, model, opt, format=name)
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()

@@ -68,10 +68,10 @@ def shard_places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
         if not bool((lines == lines[:, :1]).all()):
             name = repr(mesh.mesh_dim_names[axis]) if mesh.mesh_dim_names else str(axis)
             raise ValueError(
-                f"the ranks of the mesh {mesh.mesh.tolist()} are in different orders along its axis "
-                f"{name}: torch shards by the order of ranks, not by their places in the mesh, and "
-                "would combine different parts of one parameter. Build the mesh with ranks that "
-                "ascend along each axis, as init_device_mesh does"
+                f"the ranks of the mesh {mesh.mesh.tolist()} are in different orders along its "
+                f"axis {name}: torch shards by the order of ranks, not by their places in the "
+                "mesh, and would combine different parts of one parameter. Build the mesh with "
+                "ranks that ascend along each axis, as init_device_mesh does"
             )
         places.append(order)
     orders = zip(*(order.flatten().tolist() for order in places), strict=True)

@@ -21,7 +21,7 @@ from samestep.checkpoint.logical import MODEL, Pieces, empty_pieces, name_and_ke
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, SaveRequest, Seen, facts_of, write
 from samestep.checkpoint.sources import Given, Names, Part, Source
-from samestep.checkpoint.storage import INDEX, CheckpointError
+from samestep.checkpoint.storage import INDEX, CheckpointError, claims_of
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.boxes import Box
 
@@ -118,8 +118,9 @@ def convert(
     if isinstance(names, str | Path):
         names = naming.names_in(Path(names))
     given = Given([Path(file) for file in optimizers], names, model, verify, only, step)
-    found = kind or kind_of(path)
-    read = _part(_read(path, found, given), only)
+    with claims_of(path):
+        found = kind or kind_of(path)
+        read = _part(_read(path, found, given), only)
     if kind in OF_FILES and kind not in read.by:
         whose = ", ".join(sorted(read.by)) or "no optimizer"
         raise CheckpointError(f"{path} is of {whose}, and not of {kind}: leave --from out")

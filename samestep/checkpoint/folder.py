@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
+from samestep.checkpoint.claims import ClaimError, inside
 from samestep.checkpoint.savers import OWNER, PARTIAL, TURN, Saver, is_alive, owner_in
 from samestep.checkpoint.storage import FORMAT, INDEX, CheckpointError, read_json, sync
 from samestep.tooling.warn import some, warn_user
@@ -235,7 +236,7 @@ def find(path: Path) -> Path:
         return path
     pointer = path / LATEST
     if pointer.is_file():
-        named = path / pointer.read_text(errors="replace").strip()
+        named = pointed(path, LATEST)
         if (named / INDEX).is_file():
             return named
         raise CheckpointError(
@@ -245,6 +246,18 @@ def find(path: Path) -> Path:
         return path
     what = f"is no checkpoint: it has no {INDEX} and no {LATEST}"
     raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
+
+
+def pointed(path: Path, name: str) -> Path:
+    """The folder in this one that a file names; raises if it names what is elsewhere."""
+    try:
+        with inside(path, name).open(errors="replace") as file:
+            return inside(path, file.read(4096).strip())
+    except ClaimError as error:
+        raise CheckpointError(
+            f"{path / name} is not what it claims to be: {error}; nothing was loaded: name the "
+            "folder that you mean itself"
+        ) from None
 
 
 def _refuse_existing(path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from samestep.checkpoint.claims import ClaimError, entry_of, file_size, inside
 from samestep.checkpoint.logical import Tensors
 from samestep.checkpoint.ranks import Owners, Ranks, plan_alone, plan_together
 from samestep.checkpoint.storage import (
@@ -30,6 +31,7 @@ from samestep.checkpoint.storage import (
     Values,
     WritePlan,
     check_sizes,
+    claims_of,
     read_index,
     sizes_in,
     sync,
@@ -107,6 +109,9 @@ class LocalFiles:
             raise self._elsewhere("the number of ranks differs")
         if content["layout"] and self._here.layout and content["layout"] != self._here.layout:
             raise self._elsewhere("the layout differs")
+        with claims_of(folder / INDEX):
+            if len(entry_of(content, "parts", list)) != content["world_size"]:
+                raise ClaimError("it has not one part for every rank")
         check_sizes(folder, content["files"])
         ranks = range(content["world_size"]) if here is None else [here.rank]
         self._parts = [self._part(rank) for rank in ranks]
@@ -115,18 +120,36 @@ class LocalFiles:
         for part in self._parts:
             for name, theirs in part.tensors.items():
                 known = self.tensors.setdefault(name, replace(theirs, chunks=[]))
+                if (known.size, known.properties) != (theirs.size, theirs.properties):
+                    raise CheckpointError(
+                        f"{part.folder / INDEX} has {name!r} in another shape or dtype than other "
+                        "ranks: take another checkpoint"
+                    )
                 known.chunks += [chunk for chunk in theirs.chunks if chunk not in known.chunks]
             for box in part.places:
                 self._holder.setdefault(box, part)
+        if here is None:
+            self._refuse_holes()
+
+    def _refuse_holes(self) -> None:
+        """Of what all ranks have, boxes may be in several of them, and none may be missing."""
+        with claims_of(self.folder / INDEX):
+            for name, entry in self.tensors.items():
+                if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
+                    raise ClaimError(f"its ranks have parts of {name!r} alone")
 
     def _part(self, rank: int) -> Index:
         own = self.folder / _name(rank)
-        if (own / SUM).read_text(errors="replace") != self.content["parts"][rank]:
+        with claims_of(self.folder / INDEX):
+            told = inside(self.folder, f"{_name(rank)}/{SUM}")
+            if file_size(told) is None:
+                raise ClaimError(f"{told} is not there")
+        if told.read_text(errors="replace") != self.content["parts"][rank]:
             raise CheckpointError(
                 f"{own / SUM} is not what was saved here: it was changed, or is of another "
                 "checkpoint; take another checkpoint"
             )
-        return Index(own, read_index(own))
+        return Index(own, read_index(own), alone=True)
 
     def verify(self, *_: int) -> None:
         """Raise unless every bit is right: nobody else reads these files."""
@@ -217,15 +240,16 @@ def own_name(name: str) -> str:
 
 def open_checkpoint(folder: Path, here: Here | None = None) -> Stored:
     """What is in a folder; for who is `here`, or all of it, to look at and to convert."""
-    if not (folder / INDEX).exists():
-        return TorchFiles(folder, None)
-    content = read_index(folder)
-    if "world_size" not in content:
-        raise CheckpointError(f"{folder} is the part of one rank: load {folder.parent}")
-    written_as = content.get(WRITTEN_AS, "fully_reshardable")
-    if written_as not in FORMATS:
-        raise CheckpointError(
-            f"{folder / INDEX} has format {written_as}, which this version of samestep does not "
-            "know: load it with the version that wrote it"
-        )
-    return FORMATS[written_as].open(folder, content, here)
+    with claims_of(folder):
+        if not (folder / INDEX).is_file():
+            return TorchFiles(folder, None)
+        content = read_index(folder)
+        if "world_size" not in content:
+            raise CheckpointError(f"{folder} is the part of one rank: load {folder.parent}")
+        written_as = content.get(WRITTEN_AS, "fully_reshardable")
+        if written_as not in FORMATS:
+            raise CheckpointError(
+                f"{folder / INDEX} has format {written_as}, which this version of samestep does "
+                "not know: load it with the version that wrote it"
+            )
+        return FORMATS[written_as].open(folder, content, here)

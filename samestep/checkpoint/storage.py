@@ -10,8 +10,9 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,7 +27,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
+from samestep.checkpoint.claims import (
+    ClaimError,
+    check_box,
+    check_facts,
+    entry_of,
+    file_size,
+    inside,
+    sizes_from,
+    uncovered,
+    whole,
+)
 from samestep.comm.integrity.checksum import checksum
+from samestep.layout.boxes import Box
 
 FORMAT = 1
 INDEX = "index.json"
@@ -154,22 +167,65 @@ def sync(path: Path) -> None:
 
 
 class Index:
-    """What the index of a checkpoint says; every file it names is there, in its size."""
+    """What the index of a checkpoint says; every file it names is there, in its size.
 
-    def __init__(self, folder: Path, content: dict[str, Any], _: object = None) -> None:
+    So is every box, and boxes are all of each tensor. Those of one rank need not be (`alone`).
+    """
+
+    def __init__(
+        self, folder: Path, content: dict[str, Any], _: object = None, *, alone: bool = False
+    ) -> None:
         self.folder, self._files = folder, Files(folder)
         self.content = content
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.places: Places = {}
-        self._sizes: dict[MetadataIndex, list[int]] = {}
-        for name, entry in self.content["tensors"].items():
-            for box in entry["boxes"]:
-                index = MetadataIndex(name, box["offsets"])
-                self.places[index] = FileRange(*(box[field] for field in FileRange._fields))
-                self._sizes[index] = box["sizes"]
-            boxes = [(box["offsets"], box["sizes"]) for box in entry["boxes"]]
-            self.tensors[name] = in_boxes(entry["shape"], DTYPES[entry["dtype"]], boxes)
-        check_sizes(folder, self.content["files"])
+        self._sizes: dict[MetadataIndex, tuple[int, ...]] = {}
+        left = dict(content["files"])  # bytes of each file that no box has yet
+        with claims_of(folder / INDEX):
+            for name, entry in entry_of(content, "tensors", dict).items():
+                boxes = self._add(name, entry, left)
+                problem = "" if alone else uncovered(self.tensors[name].size, boxes)
+                if problem:
+                    raise ClaimError(f"its boxes of {name!r} have {problem}")
+        check_sizes(folder, content["files"])
+
+    def _add(self, name: str, entry: Any, left: dict[str, int]) -> list[Box]:
+        if not name.isprintable():
+            raise ClaimError(f"a tensor has the name {name[:80]!r}")
+        dtype = DTYPES.get(entry_of(entry, "dtype", str, name))
+        if dtype is None:
+            raise ClaimError(f"{name!r} has the dtype {entry['dtype'][:40]!r}")
+        shape = sizes_from(entry_of(entry, "shape", list, name), f"the shape of {name!r}")
+        boxes: list[Box] = []
+        for told in entry_of(entry, "boxes", list, name):
+            if type(told) is not dict:
+                raise ClaimError(f"{name!r} has {str(told)[:40]} for a box")
+            box = Box(
+                sizes_from(told.get("offsets"), f"the offsets of a box of {name!r}"),
+                sizes_from(told.get("sizes"), f"the sizes of a box of {name!r}"),
+            )
+            check_box(name, shape, box)
+            place = FileRange(
+                entry_of(told, "file", str, f"a box of {name!r}"),
+                whole(told.get("start"), f"the start of a box of {name!r}"),
+                whole(told.get("size"), f"the size of a box of {name!r}"),
+                entry_of(told, "checksum", int, f"a box of {name!r}"),
+            )
+            if place.size != box.numel * dtype.itemsize or place.start % ALIGNMENT:
+                raise ClaimError(
+                    f"a box of {name!r} of {box.sizes} in {entry['dtype']} has {place.size} bytes "
+                    f"from {place.start} on"
+                )
+            if place.start + place.size > self.content["files"].get(place.file, -1):
+                raise ClaimError(f"a box of {name!r} ends behind {place.file!r}, or has no file")
+            left[place.file] -= place.size
+            if left[place.file] < 0:
+                raise ClaimError(f"its boxes have more bytes than {place.file!r}")
+            index = MetadataIndex(name, box.offsets)
+            self.places[index], self._sizes[index] = place, box.sizes
+            boxes.append(box)
+        self.tensors[name] = in_boxes(shape, dtype, boxes)
+        return boxes
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the boxes and of their padding."""
@@ -200,27 +256,63 @@ def in_boxes(
 
 def read_index(folder: Path) -> dict[str, Any]:
     """What the index of a checkpoint says, if this version can read it."""
-    content = read_json(folder / INDEX)
-    found = content.get("format")
-    if found != FORMAT:
-        raise CheckpointError(
-            f"{folder / INDEX} has format {found}, and this version of samestep reads {FORMAT}:"
-            " load it with the version that wrote it"
-        )
+    with claims_of(folder / INDEX):
+        content = read_json(inside(folder, INDEX))
+        found = content.get("format")
+        if found != FORMAT:
+            raise CheckpointError(
+                f"{folder / INDEX} has format {found}, and this version of samestep reads {FORMAT}:"
+                " load it with the version that wrote it"
+            )
+        check_facts(content, DTYPES)
     return content
+
+
+@contextmanager
+def claims_of(path: Path) -> Iterator[None]:
+    """What a file or folder claims is compared in here: errors name it, and say the way out."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path} cannot be read ({error.strerror or error}): take another "
+            "checkpoint"
+        ) from None
+    except ClaimError as error:
+        raise CheckpointError(_not_as_claimed(path, str(error))) from None
+    except Exception as error:  # what is missing, or of another type, can end anywhere
+        raise CheckpointError(
+            _not_as_claimed(path, f"{type(error).__name__}: {str(error)[:200]}")
+        ) from error
+
+
+def _not_as_claimed(path: Path, why: str) -> str:
+    return f"{path} is not what it claims to be: {why}; nothing was loaded. Take another checkpoint"
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
     """Raise unless every file is there, in its size."""
     for name, size in sizes.items():
-        path = folder / name
-        if not path.is_file():
+        with claims_of(folder / INDEX):
+            path = inside(folder, name)
+        found = file_size(path)
+        if found is None:
             raise CheckpointError(f"{path} is missing: take another checkpoint")
-        if path.stat().st_size != size:
+        if found != size:
             raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes and should have {size}: it was cut "
+                f"{path} has {found} bytes and should have {size}: it was cut "
                 "short or changed; take another checkpoint"
             )
+
+
+def mapped(path: Path) -> memoryview:
+    """The bytes of a regular file, which are read when they are looked at."""
+    if file_size(path) is None and path.exists():
+        raise OSError(f"{path} is no regular file")
+    with path.open("rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 class Files:
@@ -231,7 +323,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, memoryview] = {}
 
     def bytes_of(self, place: FileRange) -> Tensor:
         """The bytes of a box; a view of the file."""
@@ -245,17 +337,24 @@ class Files:
     def all_of(self, name: str) -> Tensor:
         return self._between(name, 0, (self._folder / name).stat().st_size)
 
+    def part_of(self, name: str, start: int, size: int) -> memoryview:
+        """Some bytes of a file; they are in it."""
+        if name not in self._maps:
+            self._maps[name] = mapped(self._folder / name)
+        return self._maps[name][start : start + size]
+
     def _between(self, name: str, start: int, stop: int) -> Tensor:
         if start == stop:
             return torch.empty(0, dtype=torch.uint8)
-        if name not in self._maps:
-            with (self._folder / name).open("rb") as file:
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.part_of(name, 0, 0)
         return torch.frombuffer(self._maps[name], dtype=torch.uint8)[start:stop]
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose checksum is right."""
+    for file in (path, _beside(path)):
+        if file.exists() and file_size(inside(file.parent, file.name)) is None:
+            raise ClaimError(f"{file} is no regular file")
     try:
         text, checksums = path.read_bytes(), _beside(path).read_bytes()
     except OSError as error:
@@ -267,8 +366,17 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is damaged: its SHA-256 is not that of {_beside(path).name}; take another "
             "checkpoint"
         )
-    content: dict[str, Any] = json.loads(text)
+    try:
+        content: object = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ClaimError(f"it is no JSON that is known ({str(error)[:100]})") from None
+    if not isinstance(content, dict):
+        raise ClaimError("it is no JSON object")
     return content
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number there")
 
 
 def _sha256_line(path: Path, text: bytes) -> bytes:

@@ -5,8 +5,6 @@ index.json, index.json.sha256                checksums of these files, options, 
 """
 
 import io
-import pathlib
-import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,18 +15,31 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from samestep.checkpoint.archive import DTYPE_NAMES, layout_of, plain_dict, read_archive, shape_of
+from samestep.checkpoint.claims import (
+    ClaimError,
+    check_box,
+    entry_of,
+    file_size,
+    inside,
+    uncovered,
+)
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.foreign.dialects import in_our_words
 from samestep.checkpoint.logical import Tensors, name_and_key, options_from, state_key
+from samestep.checkpoint.plain_pickle import Maker, PickleError, Table, read_pickle, whole_number
 from samestep.checkpoint.sources import Collected, model_name
 from samestep.checkpoint.storage import (
     FORMAT,
@@ -38,6 +49,7 @@ from samestep.checkpoint.storage import (
     Values,
     WritePlan,
     check_sizes,
+    claims_of,
     sizes_in,
     write_json,
 )
@@ -149,18 +161,29 @@ class _Boxes(DefaultSavePlanner):
 class TorchFiles:
     """A folder of torch's; with our index if `save` has written it, and without checksums if not.
 
-    Nothing in it is executed.
+    Nothing in it is executed. Its tensors are whole, and what is announced of them is compared
+    with the files before anything is read.
     """
 
     def __init__(self, folder: Path, content: Mapping[str, Any] | None, _: object = None) -> None:
         self.folder = folder
         self._sums: Checksums = {}
         if content is not None:
+            with claims_of(folder / INDEX):
+                self._sums = entry_of(content, "checksums", dict)
+                if METADATA not in self._sums or self._sums.keys() != content["files"].keys():
+                    raise ClaimError("it has not one checksum for every file")
+                for name in self._sums:
+                    entry_of(self._sums, name, int, "its checksums")
             check_sizes(folder, content["files"])
-            self._sums = content["checksums"]
             self._compare([METADATA])  # before it is looked into
-        self._metadata = read_metadata(folder / METADATA)
+        self._metadata = read_metadata(folder)
         self._entries = entries_in(self._metadata, partial(load_entry, folder, self._metadata))
+        with claims_of(folder / METADATA):
+            for entry in self._entries.values():
+                problem = uncovered(entry.shape, [box for box, _ in entry.chunks])
+                if problem:
+                    raise ClaimError(f"its chunks of {entry.key!r} have {problem}")
         self._found = Collected()
         self.left_out: list[str] = []
         with_prefix = any(key.startswith("model.") for key in self._metadata.state_dict_metadata)
@@ -241,19 +264,17 @@ class Entry(NamedTuple):
     chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
 
 
-def entries_in(metadata: Metadata, load: Callable[[MetadataIndex], Tensor]) -> dict[str, Entry]:
+def entries_in(metadata: Metadata, load: Callable[[MetadataIndex], Any]) -> dict[str, Entry]:
     """All that are tensors."""
     found = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            chunks = [
-                (
-                    Box(tuple(chunk.offsets), tuple(chunk.sizes)),
-                    partial(load, MetadataIndex(key, chunk.offsets)),
-                )
-                for chunk in entry.chunks
-            ]
-            found[key] = Entry(key, entry.size, entry.properties.dtype, chunks)
+            dtype, chunks = entry.properties.dtype, list[tuple[Box, Callable[[], Tensor]]]()
+            for chunk in entry.chunks:
+                index = MetadataIndex(key, chunk.offsets)
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+                chunks.append((box, partial(_load_chunk, load, index, box, dtype)))
+            found[key] = Entry(key, entry.size, dtype, chunks)
     return found
 
 
@@ -295,55 +316,234 @@ def _with_lists(value: Any) -> Any:
 
 
 def load_entry(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
-    """One entry; torch.load with weights_only."""
+    """One entry; its tensors are views of the file."""
     info = metadata.storage_data[index]
     path = folder / info.relative_path
+    if info.transform_descriptors:
+        how = ", ".join(info.transform_descriptors)
+        raise CheckpointError(
+            f"{path}: {index.fqn!r} was written through {how}, which is not known here: save it "
+            "without"
+        )
     try:
-        with path.open("rb") as file:
-            file.seek(info.offset)
-            data = io.BytesIO(file.read(info.length))
-        return torch.load(data, map_location="cpu", weights_only=True)
+        return read_archive(Files(folder).part_of(info.relative_path, info.offset, info.length))
+    except PickleError as error:
+        raise CheckpointError(
+            f"{path} is not what it claims to be: {index.fqn!r} in it is more than tensors and "
+            f"plain values ({error}); nothing of it was run. Take another checkpoint"
+        ) from None
     except Exception as error:  # what is damaged can raise anything
         reason = str(error).split("\n")[0]
         raise CheckpointError(f"{path}: {index.fqn!r} cannot be read: {reason}") from None
 
 
-class _OnlyMetadata(pickle.Unpickler):
-    """Makes what the metadata of a checkpoint consists of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if name == "Size" or isinstance(found, torch.dtype):
-                return found
-        ours = (
-            module
-            in (
-                "torch.distributed.checkpoint.metadata",
-                "torch.distributed.checkpoint.filesystem",
-                "torch.distributed.checkpoint.planner",  # Megatron's has the plans of ranks too
-            )
-            and (name.lstrip("_")[:1].isupper())
+def _load_chunk(
+    load: Callable[[MetadataIndex], Any], index: MetadataIndex, box: Box, dtype: torch.dtype
+) -> Tensor:
+    """The values of a box, as the metadata has announced them."""
+    found = load(index)
+    if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (box.sizes, dtype):
+        there = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found)
+        raise CheckpointError(
+            f"{METADATA} is not what it claims to be: {index.fqn!r} at {box.offsets} is announced "
+            f"as {box.sizes} {dtype}, and the file has {there}. Take another checkpoint"
         )
-        if ours or (module, name) == ("torch.serialization", "_get_layout"):
-            return super().find_class(module, name)
-        if module.startswith("pathlib") and name in ("PosixPath", "Path", "PurePosixPath"):
-            return getattr(pathlib, name)
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == (MEGATRON, "MCoreMetadata"):  # the same with notes of its own
-            return Metadata
-        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no metadata needs")
+    return found
 
 
-def read_metadata(path: Path) -> Metadata:
+# --- metadata --------------------------------------------------------------------------------
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What torch says of a folder; every file that it names is there, and large enough."""
+    path = folder / METADATA
+    with claims_of(path):
+        found = _unpickled(inside(folder, METADATA))
+        _check_metadata(folder, found)
+    return found
+
+
+def _unpickled(path: Path) -> Metadata:
     try:
-        with path.open("rb") as file:
-            found: object = _OnlyMetadata(file).load()
+        found = read_pickle(path.read_bytes(), METADATA_TABLE)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path} is no metadata of torch's checkpoints: {error}") from None
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{path} is no metadata of torch's checkpoints")
+    except PickleError as error:
+        raise CheckpointError(
+            f"{path} is not what it claims to be, metadata of torch's checkpoints: {error}, and no "
+            "metadata does; nothing of it was run. Do not load it with torch, which would run it; "
+            "take another checkpoint"
+        ) from None
+    if type(found) is not Metadata:
+        raise ClaimError("it is no metadata of torch's checkpoints")
     return found
+
+
+def _check_metadata(folder: Path, metadata: Metadata) -> None:
+    sizes: dict[str, int | None] = {}
+    left: dict[str, int] = {}  # bytes of each file that no entry has yet
+    for index, info in metadata.storage_data.items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+            raise ClaimError("it has other things than places of entries")
+        name = info.relative_path
+        if name not in sizes:
+            sizes[name] = size = file_size(inside(folder, name))
+            if size is None:
+                raise CheckpointError(f"{folder / name} is missing: take another checkpoint")
+            left[name] = size
+        if info.offset + info.length > (sizes[name] or 0):
+            raise ClaimError(f"{index.fqn!r} ends behind {name!r}, which was cut short")
+        left[name] -= info.length
+        if left[name] < 0:
+            raise ClaimError(f"its entries have more bytes than {name!r}")
+    for key, entry in metadata.state_dict_metadata.items():
+        if type(key) is not str or not key.isprintable():
+            raise ClaimError(f"an entry has the name {str(key)[:80]!r}")
+        if isinstance(entry, TensorStorageMetadata):
+            _check_chunks(metadata, key, entry)
+        elif isinstance(entry, BytesStorageMetadata):
+            _place_of(metadata, MetadataIndex(key))
+        else:
+            raise ClaimError(f"{key!r} is a {type(entry).__name__}")
+
+
+def _check_chunks(metadata: Metadata, key: str, entry: TensorStorageMetadata) -> None:
+    for chunk in entry.chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            raise ClaimError(f"{key!r} has a {type(chunk).__name__} for a chunk")
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        check_box(key, entry.size, box)
+        place = _place_of(metadata, MetadataIndex(key, chunk.offsets))
+        size = box.numel * entry.properties.dtype.itemsize
+        if place.length < size and not place.transform_descriptors:
+            raise ClaimError(f"{key!r} has a box of {box.sizes} in {place.length} bytes, too few")
+
+
+def _place_of(metadata: Metadata, index: MetadataIndex) -> _StorageInfo:
+    place: _StorageInfo | None = metadata.storage_data.get(index)
+    if place is None:
+        raise ClaimError(f"it does not say where {index.fqn!r} at {index.offset} is")
+    return place
+
+
+class _Note:
+    """Stands for what metadata has beside what is read of it."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+def _new(kind: type) -> Callable[..., Any]:
+    """Makes an object without calling its class, whose fields come with its state."""
+
+    def make(*arguments: Any) -> Any:
+        if arguments:
+            raise PickleError(f"it makes a {kind.__name__} of arguments")
+        return object.__new__(kind)
+
+    return make
+
+
+def _fields(**kinds: tuple[type, ...]) -> Callable[[Any, Any], None]:
+    """Gives an object those fields, each of one of its types; all without None must be there."""
+
+    def build(made: Any, state: Any) -> None:
+        found = state if type(state) is dict else {}
+        for name, allowed in kinds.items():
+            value = found.get(name)
+            if type(value) not in allowed:
+                raise PickleError(
+                    f"it has a {type(value).__name__} for {name} of a {type(made).__name__}"
+                )
+            object.__setattr__(made, name, value)
+
+    return build
+
+
+def _fill_properties(made: Any, state: Any) -> None:
+    kinds = (torch.dtype, torch.layout, bool, torch.memory_format, bool)
+    if type(state) is not tuple or tuple(map(type, state)) != kinds:
+        raise PickleError("it has other things than properties of a tensor")
+    made.dtype, made.layout, made.requires_grad, made.memory_format, made.pin_memory = state
+
+
+def _fill_place(made: Any, state: Any) -> None:
+    _PLACE_FIELDS(made, state)
+    whole_number(made.offset, "the offset of an entry")
+    whole_number(made.length, "the length of an entry")
+    if not all(type(name) is str for name in made.transform_descriptors or ()):
+        raise PickleError("it has transforms without names")
+
+
+def _memory_format(number: Any) -> torch.memory_format:
+    """By the numbers of torch's enum, since memory formats cannot be pickled."""
+    return MEMORY_FORMATS[whole_number(number, "a memory format")]
+
+
+def _nothing(_: Any, __: Any) -> None:
+    """For states that nobody reads."""
+
+
+NONE = type(None)
+MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+_PLACE_FIELDS = _fields(
+    relative_path=(str,), offset=(int,), length=(int,), transform_descriptors=(list, tuple, NONE)
+)
+OF_METADATA = "torch.distributed.checkpoint.metadata"
+OF_FILES = "torch.distributed.checkpoint.filesystem"
+OF_PLANS = "torch.distributed.checkpoint.planner"  # Megatron's has the plans of ranks too
+READ: dict[tuple[str, str], type] = {
+    (OF_METADATA, "Metadata"): Metadata,
+    (MEGATRON, "MCoreMetadata"): Metadata,  # the same with notes of its own
+    (OF_METADATA, "TensorStorageMetadata"): TensorStorageMetadata,
+    (OF_METADATA, "BytesStorageMetadata"): BytesStorageMetadata,
+    (OF_METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
+    (OF_METADATA, "TensorProperties"): TensorProperties,
+    (OF_METADATA, "MetadataIndex"): MetadataIndex,
+    (OF_FILES, "_StorageInfo"): _StorageInfo,
+}
+NOTES = (
+    (OF_METADATA, "StorageMeta"),
+    (OF_FILES, "_StoragePrefix"),
+    (OF_FILES, "SerializationFormat"),
+    (OF_PLANS, "SavePlan"),
+    (OF_PLANS, "WriteItem"),
+    (OF_PLANS, "WriteItemType"),
+    (OF_PLANS, "TensorWriteData"),
+    (OF_PLANS, "BytesIOWriteData"),
+    (MEGATRON, "MCoreSavePlan"),
+    *(  # where it was saved
+        (module, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    ),
+)
+MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): shape_of,
+    ("torch.serialization", "_get_layout"): layout_of,
+    (OF_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("collections", "OrderedDict"): plain_dict,
+    **{pair: _new(kind) for pair, kind in READ.items()},
+    **dict.fromkeys(NOTES, _Note),
+}
+METADATA_TABLE = Table(
+    {**DTYPE_NAMES, **{pair: Maker(".".join(pair), make) for pair, make in MAKERS.items()}},
+    {
+        Metadata: _fields(
+            state_dict_metadata=(dict,),
+            planner_data=(dict, NONE),
+            storage_data=(dict,),
+        ),
+        TensorStorageMetadata: _fields(
+            properties=(TensorProperties,), size=(torch.Size,), chunks=(list,)
+        ),
+        BytesStorageMetadata: _fields(),
+        ChunkStorageMetadata: _fields(offsets=(torch.Size,), sizes=(torch.Size,)),
+        TensorProperties: _fill_properties,
+        MetadataIndex: _fields(fqn=(str,), offset=(torch.Size, NONE), index=(int, NONE)),
+        _StorageInfo: _fill_place,
+        _Note: _nothing,
+        dict: _nothing,
+    },
+    frozenset({MetadataIndex}),
+)

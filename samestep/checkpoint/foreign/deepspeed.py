@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.checkpoint.claims import inside
+from samestep.checkpoint.folder import pointed
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.dialects import Meaning, meaning
 from samestep.checkpoint.logical import state_key
@@ -46,7 +48,7 @@ def folder_of(path: Path) -> Path | None:
     """The checkpoint in a folder: itself, or the one that `latest` names; None if there is none."""
     latest = path / LATEST
     if latest.is_file():
-        path = path / latest.read_text(errors="replace").strip()
+        path = pointed(path, LATEST)
     found = any(path.glob(OPTIM)) or any(path.glob("zero/*/fp32.pt"))
     return path if found else None
 
@@ -221,7 +223,8 @@ def _told_ranges(file: Path, own: State, number: int) -> dict[str, tuple[int, in
             f"{file} does not say where parameters are in it (param_slice_mappings): it is of "
             "an old version; load and save it with a later one"
         )
-    return {name: (fragment.start, fragment.numel) for name, fragment in places[number].items()}
+    found = ((name, fragment.fields) for name, fragment in places[number].items())
+    return {name: (fields["start"], fields["numel"]) for name, fields in found}
 
 
 def _entries(base: Any, own: State) -> tuple[list[State], list[dict[str, Any]]]:
@@ -240,7 +243,7 @@ def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> N
     place_of = {name: place for place, own in enumerate(facts["param_shapes"]) for name in own}
     options = _universal_options(folder)
     for raw, place in place_of.items():
-        own, name = folder / "zero" / raw, without_wrappers(raw)
+        own, name = inside(folder, f"zero/{raw}"), without_wrappers(raw)
         files = {file.stem: file for file in sorted(own.glob("*.pt"))}
         if FP32 not in files:
             raise CheckpointError(f"{own} has no {FP32}.pt: the checkpoint is not whole")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from samestep.checkpoint.folder import METADATA
+from samestep.checkpoint.folder import METADATA, pointed
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.dialects import meaning
 from samestep.checkpoint.foreign.naming import as_lists, names_of
@@ -66,8 +66,9 @@ ALIGNMENT = 64  # of the start of a parameter in a bucket, in elements
 def folder_of(path: Path) -> Path | None:
     """The checkpoint in a folder: itself, or its newest iteration; None if there is none."""
     if (path / LATEST).is_file():
-        newest = (path / LATEST).read_text(errors="replace").strip()
-        path = path / (f"iter_{int(newest):07d}" if newest.isdigit() else newest)
+        newest = pointed(path, LATEST)
+        is_number = newest.name.isdecimal()
+        path = path / f"iter_{int(newest.name):07d}" if is_number else newest
     if not (path / CONFIG).is_file():
         return None
     try:
@@ -95,7 +96,7 @@ def read(path: Path, given: Given) -> Source:
             f"{folder} has the format {backend}, and torch_dist is known: load it with Megatron "
             "and save it with --ckpt-format torch_dist"
         )
-    metadata = read_metadata(folder / METADATA)
+    metadata = read_metadata(folder)
     load = partial(load_entry, folder, metadata)
     # Several boxes may want a chunk one after the other.
     entries = entries_in(metadata, lru_cache(maxsize=8)(load))

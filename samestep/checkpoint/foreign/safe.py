@@ -1,21 +1,25 @@
 """Files of others, read without running what is in them.
 
-`torch.load` makes tensors and plain values. A few classes that packages put beside these are made
-as empty shells: they are known by name, and neither they nor their packages are imported.
+Files of torch.save give tensors and plain values. A few classes that packages put beside these
+become empty shells: they are known by name, and neither they nor their packages are imported.
 """
 
 import json
-import mmap
-import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.serialization import safe_globals
 
-from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.archive import Shell, read_archive
+from samestep.checkpoint.claims import ClaimError, file_size, sizes_from, whole
+from samestep.checkpoint.plain_pickle import PickleError
+from samestep.checkpoint.storage import CheckpointError, mapped
+
+__all__ = ["Shell", "load", "load_dict", "read_json", "safetensors"]
 
 # Of safetensors, https://huggingface.co/docs/safetensors#format
 DTYPES = {
@@ -25,26 +29,17 @@ DTYPES = {
 }  # fmt: skip
 
 
-class Shell:
-    """Stands for an object of a package: what it was made with, and what it had."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-
 def load(path: Path, shells: Iterable[str] = ()) -> Any:
     """What a file of torch.save has; mapped, not read. `shells` are full names of classes."""
-    allowed: list[Any] = [(type("Shell", (Shell,), {}), name) for name in shells]
     try:
-        with safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
+        return read_archive(mapped(path), shells)
+    except PickleError as error:
         raise CheckpointError(
-            f"{path} cannot be loaded without running what is in it ({reason}): load it yourself "
-            "if you trust it, and save its state dicts alone"
+            f"{path} is not the tensors and plain values that it should be, and cannot be loaded "
+            f"without running what is in it ({error}); nothing was run. If you trust it, load it "
+            "yourself and save its state dicts alone"
         ) from None
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
         raise CheckpointError(f"{path} is no file of torch.save: {str(error)[:200]}") from None
 
 
@@ -58,27 +53,37 @@ def load_dict(path: Path, shells: Iterable[str] = ()) -> Mapping[str, Any]:
 def safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file; views of the file."""
     try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = mapped(path)
         start = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:start])
-        header.pop("__metadata__", None)
-        found = {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            dtype, raw = DTYPES[entry["dtype"]], torch.frombuffer(data, dtype=torch.uint8)
-            raw = raw[start + begin : start + end]
-            if (start + begin) % dtype.itemsize:  # files of today are aligned
-                raw = raw.clone()
-            found[name] = raw.view(dtype).view(entry["shape"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        if start > len(data):
+            raise ClaimError(f"its header has {start - 8} bytes, and the file {len(data)}")
+        header = json.loads(bytes(data[8:start]))
+        raw = torch.frombuffer(data, dtype=torch.uint8)[start:]
+        return {
+            name: _of_header(name, entry, raw)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} is no file of safetensors: {reason[:200]}") from None
-    return found
+
+
+def _of_header(name: str, entry: Any, raw: Tensor) -> Tensor:
+    dtype, shape = DTYPES[entry["dtype"]], sizes_from(entry["shape"], f"the shape of {name!r}")
+    begin, end = (whole(at, f"the place of {name!r}") for at in entry["data_offsets"])
+    if end > len(raw) or end - begin != prod(shape) * dtype.itemsize:
+        raise ClaimError(f"{name!r} of {shape} is at {begin} to {end} of {len(raw)} bytes")
+    values = raw[begin:end]
+    if values.data_ptr() % dtype.itemsize:  # files of today are aligned
+        values = values.clone()
+    return values.view(dtype).view(shape)
 
 
 def read_json(path: Path) -> Any:
     try:
+        if path.exists() and file_size(path) is None:
+            raise ValueError("it is no regular file")
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from None

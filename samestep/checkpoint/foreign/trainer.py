@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.checkpoint.claims import by_name
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.naming import HOW, groups_of_trainer
 from samestep.checkpoint.foreign.torch_save import add_optimizers, is_optimizer, model_in
 from samestep.checkpoint.sources import Collected, Given, Source, model_name
-from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.storage import CheckpointError, claims_of
 
 OPTIMIZER, STATE, CONFIG = "optimizer.pt", "trainer_state.json", "config.json"
 SAFE, SHARDS, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
@@ -59,8 +60,10 @@ def _weights(path: Path) -> dict[str, Tensor]:
     if (path / SAFE).is_file():
         return safe.safetensors(path / SAFE)
     if (path / SHARDS).is_file():
-        files = sorted(set(safe.read_json(path / SHARDS)["weight_map"].values()))
-        return {name: t for file in files for name, t in safe.safetensors(path / file).items()}
+        with claims_of(path / SHARDS):
+            named = set(safe.read_json(path / SHARDS)["weight_map"].values())
+            files = sorted(by_name(path, file) for file in named)
+        return {name: t for file in files for name, t in safe.safetensors(file).items()}
     if (path / PICKLED).is_file():
         return model_in(safe.load_dict(path / PICKLED))
     raise CheckpointError(
@@ -101,8 +104,13 @@ def _built(path: Path) -> nn.Module:
             f"model of {CONFIG}, is not installed: install it, or {HOW}"
         ) from None
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
-        kind = getattr(transformers, (config.architectures or ["?"])[0])
+        # No code that the folder brings or names on a hub.
+        config = transformers.AutoConfig.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True, attn_implementation="eager"
+        )
+        kind = getattr(transformers, str((config.architectures or ["?"])[0]))
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            raise TypeError(f"{kind} is no model of transformers")
         with torch.device("meta"):
             built: nn.Module = kind(config)
     except Exception as error:  # whatever transformers raises

@@ -1,0 +1,166 @@
+"""What a checkpoint says of itself, compared with what is there, before anything is made of it."""
+
+import stat
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from samestep.layout.boxes import Box
+
+LARGEST = 1 << 63  # no tensor has as many elements
+
+
+class ClaimError(ValueError):
+    """A checkpoint is not what it says; the message has what and why, and no way out."""
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def inside(folder: Path, name: object) -> Path:
+    """The path of a file or folder that something in a folder names.
+
+    Raises:
+        ClaimError: It is elsewhere, by its name or by a link.
+    """
+    path = by_name(folder, name)
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise ClaimError(f"{path} leads nowhere ({error})") from None
+    if not real.is_relative_to(home):
+        raise ClaimError(
+            f"{path} is a link that leads out of the folder, to {real}: if you trust that, put a "
+            "copy in its place"
+        )
+    return path
+
+
+def by_name(folder: Path, name: object) -> Path:
+    """The same where links are followed wherever they lead: caches of downloads consist of them."""
+    if not isinstance(name, str) or not all(map(_is_plain, name.split("/"))):
+        raise ClaimError(f"it names {str(name)[:80]!r}, which leads out of {folder}")
+    return folder / name
+
+
+def _is_plain(part: str) -> bool:
+    odd = part in ("", ".", "..") or "\\" in part or len(part.encode(errors="replace")) > 255
+    return part.isprintable() and not odd
+
+
+def file_size(path: Path) -> int | None:
+    """Bytes of a regular file; None if there is none, or another thing."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+# --- boxes -----------------------------------------------------------------------------------
+
+
+def whole(value: object, what: str) -> int:
+    """A number of things, or a place among them."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ClaimError(f"{what} is {str(value)[:40]}")
+    return value
+
+
+def sizes_from(value: object, what: str) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > 64:
+        raise ClaimError(f"{what} is {str(value)[:40]}")
+    sizes = tuple(whole(size, what) for size in value)
+    whole(prod(max(1, size) for size in sizes), f"{what}, all of it,")
+    return sizes
+
+
+def check_box(name: str, shape: Sequence[int], box: Box) -> None:
+    """Raise unless it is in a tensor of this shape."""
+    fits = len(box.offsets) == len(box.sizes) == len(shape) and all(
+        at + size <= of for at, size, of in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+    if not fits:
+        raise ClaimError(
+            f"{name!r} has shape {tuple(shape)} and a box of {box.sizes} at {box.offsets}"
+        )
+
+
+def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Why boxes are not each element of a tensor once; "" if they are."""
+    wanted, there = prod(shape), sum(box.numel for box in boxes)
+    if there != wanted:
+        return f"{there} of its {wanted} elements"
+    boxes = [box for box in boxes if box.numel]
+    if len(boxes) < 2:
+        return ""
+    # Along the dim that is cut most, few boxes are beside each other.
+    along = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    beside: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[along]):
+        start = box.offsets[along]
+        beside = [other for other in beside if other.offsets[along] + other.sizes[along] > start]
+        for other in beside:
+            if box.overlap(other).numel:
+                return f"some elements twice, at {box.offsets} and {other.offsets}"
+        beside.append(box)
+    return ""
+
+
+# --- the index -------------------------------------------------------------------------------
+
+
+def entry_of(content: object, key: str, kind: type, what: str = "the index") -> Any:
+    """An entry of a JSON object, of this type."""
+    if not isinstance(content, Mapping) or key not in content:
+        raise ClaimError(f"{what} has no {key!r}")
+    if type(content[key]) is not kind:
+        raise ClaimError(f"{key!r} of {what} is {str(content[key])[:40]}")
+    return content[key]
+
+
+def check_facts(content: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
+    """Raise unless an index has what every one has beside its tensors, in the types of these."""
+    for name, size in entry_of(content, "files", dict).items():
+        whole(size, f"the size of {name!r}")
+    if "world_size" not in content:  # the part of one rank
+        return
+    if whole(content["world_size"], "world_size") < 1:
+        raise ClaimError("world_size is 0")
+    for key in ("samestep", "torch", "fingerprint", "written_as"):
+        if key in content and not entry_of(content, key, str).isprintable():
+            raise ClaimError(f"{key!r} is {content[key][:40]!r}")  # a terminal would obey it
+    for key in ("layout", "parts"):
+        for line in entry_of(content, key, list) if key in content else ():
+            if type(line) is not str or not line.removesuffix("\n").isprintable():
+                raise ClaimError(f"{key!r} has {str(line)[:40]!r}")
+    if "extra" not in content:
+        raise ClaimError("the index has no 'extra'")
+    for group in entry_of(content, "groups", list):
+        names = entry_of(group, "params", list, "a group")
+        if not all(type(name) is str for name in names):
+            raise ClaimError(f"a group has the parameters {str(names)[:80]}")
+        options = entry_of(group, "options", dict, "a group")
+        entry_of(options, "rule", str, "a group")
+        _check_option(options, dtypes, 8)
+
+
+def _check_option(value: object, dtypes: Mapping[str, Any], levels: int) -> None:
+    """What `plain_options` makes: dicts are entries or a dtype."""
+    if levels == 0:
+        raise ClaimError("options are nested too deep")
+    inner: Sequence[object] = value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inner = list(value.values())
+    for entry in inner:
+        if isinstance(entry, dict):
+            if "dtype" in entry:
+                if type(entry["dtype"]) is not str or entry["dtype"] not in dtypes:
+                    raise ClaimError(f"an option is the dtype {str(entry['dtype'])[:40]}")
+            elif type(entry.get("entries")) is not dict:
+                raise ClaimError(f"an option is {str(entry)[:40]}")
+            else:
+                _check_option(entry["entries"], dtypes, levels - 1)
+        else:
+            _check_option(entry, dtypes, levels - 1)

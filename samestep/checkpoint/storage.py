@@ -352,27 +352,27 @@ class Files:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object whose checksum is right."""
-    for file in (path, _beside(path)):
-        if file.exists() and file_size(inside(file.parent, file.name)) is None:
-            raise ClaimError(f"{file} is no regular file")
-    try:
-        text, checksums = path.read_bytes(), _beside(path).read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename} cannot be read ({error.strerror}): take another checkpoint"
-        ) from None
-    if checksums != _sha256_line(path, text):
-        raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is not that of {_beside(path).name}; take another "
-            "checkpoint"
-        )
-    try:
-        content: object = json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ClaimError(f"it is no JSON that is known ({str(error)[:100]})") from None
-    if not isinstance(content, dict):
-        raise ClaimError("it is no JSON object")
-    return content
+    with claims_of(path):
+        text, checksums = (_read_all(file) for file in (path, _beside(path)))
+        if checksums != _sha256_line(path, text):
+            raise CheckpointError(
+                f"{path} is damaged: its SHA-256 is not that of {_beside(path).name}; take another "
+                "checkpoint"
+            )
+        try:
+            content: object = json.loads(text, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
+            raise ClaimError(f"it is no JSON that is known ({str(error)[:100]})") from None
+        if not isinstance(content, dict):
+            raise ClaimError("it is no JSON object")
+        return content
+
+
+def _read_all(path: Path) -> bytes:
+    """All of a regular file, which is where it seems to be."""
+    if path.exists() and file_size(inside(path.parent, path.name)) is None:
+        raise ClaimError(f"{path} is no regular file")
+    return path.read_bytes()
 
 
 def _no_number(text: str) -> None:

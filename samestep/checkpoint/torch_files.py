@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -315,6 +314,15 @@ def _with_lists(value: Any) -> Any:
     return list(map(_with_lists, value)) if isinstance(value, list) else value
 
 
+class Place:
+    """Where an entry is in the files."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Sequence[str] | None
+
+
 def load_entry(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
     """One entry; its tensors are views of the file."""
     info = metadata.storage_data[index]
@@ -383,7 +391,7 @@ def _check_metadata(folder: Path, metadata: Metadata) -> None:
     sizes: dict[str, int | None] = {}
     left: dict[str, int] = {}  # bytes of each file that no entry has yet
     for index, info in metadata.storage_data.items():
-        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+        if type(index) is not MetadataIndex or type(info) is not Place:
             raise ClaimError("it has other things than places of entries")
         name = info.relative_path
         if name not in sizes:
@@ -419,8 +427,8 @@ def _check_chunks(metadata: Metadata, key: str, entry: TensorStorageMetadata) ->
             raise ClaimError(f"{key!r} has a box of {box.sizes} in {place.length} bytes, too few")
 
 
-def _place_of(metadata: Metadata, index: MetadataIndex) -> _StorageInfo:
-    place: _StorageInfo | None = metadata.storage_data.get(index)
+def _place_of(metadata: Metadata, index: MetadataIndex) -> Place:
+    place: Place | None = metadata.storage_data.get(index)
     if place is None:
         raise ClaimError(f"it does not say where {index.fqn!r} at {index.offset} is")
     return place
@@ -500,7 +508,7 @@ READ: dict[tuple[str, str], type] = {
     (OF_METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
     (OF_METADATA, "TensorProperties"): TensorProperties,
     (OF_METADATA, "MetadataIndex"): MetadataIndex,
-    (OF_FILES, "_StorageInfo"): _StorageInfo,
+    (OF_FILES, "_StorageInfo"): Place,
 }
 NOTES = (
     (OF_METADATA, "StorageMeta"),
@@ -541,7 +549,7 @@ METADATA_TABLE = Table(
         ChunkStorageMetadata: _fields(offsets=(torch.Size,), sizes=(torch.Size,)),
         TensorProperties: _fill_properties,
         MetadataIndex: _fields(fqn=(str,), offset=(torch.Size, NONE), index=(int, NONE)),
-        _StorageInfo: _fill_place,
+        Place: _fill_place,
         _Note: _nothing,
         dict: _nothing,
     },

@@ -13,13 +13,29 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 import samestep
 from samestep import cli
 from samestep.checkpoint import CheckpointError
 from samestep.checkpoint.converting import convert
 from samestep.checkpoint.foreign import safe
+from samestep.checkpoint.plain_pickle import read_pickle
 from samestep.checkpoint.storage import INDEX, write_json
+from samestep.checkpoint.torch_files import METADATA_TABLE
 from tests.checkpoint.hostile import EXTENSION, archive, attacks, metadata_of, saved
 from tests.ranks import run_forked
 
@@ -581,3 +597,74 @@ def test_safetensors_that_claim_more_than_they_have(tmp_path):
     for wrong in contents:
         with pytest.raises(CheckpointError, match="no file of safetensors"):
             safe.safetensors(written(tmp_path, wrong))
+
+
+# --- what is right loads all the same ------------------------------------------------------------
+
+
+def test_metadata_as_versions_of_torch_write_it(tmp_path):
+    """All dtypes, layouts and memory formats, notes of others, and paths as Pythons have them."""
+    dtypes = [d for d in vars(torch).values() if isinstance(d, torch.dtype) and not d.itemsize > 8]
+    tensors = {f"{place}": torch.empty(4, 2, dtype=torch.int8) for place in range(len(dtypes))}
+    made = metadata_of(tensors, {"note": saved(1.5)}).metadata
+    for dtype, entry in zip(dtypes, made.state_dict_metadata.values(), strict=False):
+        entry.properties.dtype = dtype
+    formats = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+    for memory_format, entry in zip(formats, made.state_dict_metadata.values(), strict=False):
+        entry.properties.memory_format = memory_format
+        entry.properties.layout = torch.sparse_coo
+        entry.properties.requires_grad = True
+    made.planner_data = {"w": ("model", 0, "w")}
+    made.storage_meta = StorageMeta(tmp_path, "a", None, ["torch"])
+    made.version = "1.0.0"
+    chunk = TensorWriteData(
+        ChunkStorageMetadata(torch.Size([0]), torch.Size([2])), TensorProperties(), torch.Size([2])
+    )
+    item = WriteItem(MetadataIndex("w", (0,), 3), WriteItemType.SHARD, None, chunk)
+    other = WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, BytesIOWriteData(7))
+    made.all_local_plans = [SavePlan([item, other], _StoragePrefix("__0_"), {"a": ("a",)})]
+    for place in made.storage_data.values():
+        place.length += 8 * 8  # of the widest dtype
+        place.transform_descriptors = None if place.offset else []
+    for protocol in (2, 3, 4, 5):
+        data = pickle.dumps(made, protocol)
+        for module in (b"pathlib", b"pathlib._local"):  # of Python 3.13 alone
+            found = read_pickle(moved(data, module), METADATA_TABLE)
+            assert found.planner_data == made.planner_data
+            assert found.state_dict_metadata == made.state_dict_metadata
+            assert list(found.storage_data) == list(made.storage_data)
+            for index, place in made.storage_data.items():
+                assert vars(found.storage_data[index]) == vars(place)
+
+
+def moved(data, module):
+    """With the module of paths under this name."""
+    for old, new in ((b"\x8c\x07", b"\x8c" + bytes([len(module)])), (b"c", b"c")):
+        data = data.replace(old + b"pathlib", new + module)
+    if data[1] < 4:
+        return data
+    return data[:3] + (len(data) - 11).to_bytes(8, "little") + data[11:]
+
+
+@pytest.mark.parametrize("written_as", ["fully_reshardable", "fsdp_dtensor", "dp_local"])
+def test_formats_of_ours_stay_readable(tmp_path, written_as, capsys):
+    """None of the refusals meets what `save` writes; empty and 0-dim tensors are in it."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"a": torch.randn(4, 3), "e": torch.randn(0, 3), "s": torch.randn(())})
+    opt = samestep.AdamW(list(model.named_parameters()), lr=0.1)
+    sum(param.sum() for param in model.values()).backward()
+    opt.step()
+    samestep.save(
+        tmp_path / "runs" / "step 1", model, opt, extra={"a": [1, None]}, format=written_as
+    )
+    before = {name: param.detach().clone() for name, param in model.items()}
+    with torch.no_grad():
+        for param in model.values():
+            param.add_(1)
+    samestep.load(tmp_path / "runs", model, opt)
+    for name, param in model.items():
+        assert torch.equal(param, before[name]), name
+    assert cli.main(["inspect", str(tmp_path / "runs"), "--verify"]) == 0
+    capsys.readouterr()
+    convert(tmp_path / "runs", tmp_path / "b", to="torch")
+    samestep.load(tmp_path / "b", model, opt)

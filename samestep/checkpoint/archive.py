@@ -195,6 +195,13 @@ def _parameter(data: Any, *_: Any) -> Tensor:
     return data
 
 
+def _of_device(data: Any, dtype: Any, *_: Any) -> Tensor:
+    """A tensor of a device that has no storage of its own, such as XLA's."""
+    if not isinstance(data, Tensor) or type(dtype) is not torch.dtype:
+        raise PickleError("it has a tensor of a device without values")
+    return data.to(dtype)
+
+
 def _numbers(sizes: Any) -> list[int]:
     """One per dim, of which a tensor has 64 at most."""
     if not isinstance(sizes, tuple) or len(sizes) > 64:
@@ -267,6 +274,7 @@ MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _of_device,
     ("_codecs", "encode"): _encoded,
     **{("torch._utils", name): _tensor for name in TENSORS},
     **{

@@ -40,7 +40,7 @@ def inside(folder: Path, name: object) -> Path:
 def by_name(folder: Path, name: object) -> Path:
     """The same where links are followed wherever they lead: caches of downloads consist of them."""
     if not isinstance(name, str) or not all(map(_is_plain, name.split("/"))):
-        raise ClaimError(f"it names {str(name)[:80]!r}, which leads out of {folder}")
+        raise ClaimError(f"it names {name!r:.80}, which leads out of {folder}")
     return folder / name
 
 
@@ -64,13 +64,13 @@ def file_size(path: Path) -> int | None:
 def whole(value: object, what: str) -> int:
     """A number of things, or a place among them."""
     if type(value) is not int or not 0 <= value < LARGEST:
-        raise ClaimError(f"{what} is {str(value)[:40]}")
+        raise ClaimError(f"{what} is {value!r:.40}")
     return value
 
 
 def sizes_from(value: object, what: str) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > 64:
-        raise ClaimError(f"{what} is {str(value)[:40]}")
+        raise ClaimError(f"{what} is {value!r:.40}")
     sizes = tuple(whole(size, what) for size in value)
     whole(prod(max(1, size) for size in sizes), f"{what}, all of it,")
     return sizes
@@ -116,7 +116,7 @@ def entry_of(content: object, key: str, kind: type, what: str = "the index") -> 
     if not isinstance(content, Mapping) or key not in content:
         raise ClaimError(f"{what} has no {key!r}")
     if type(content[key]) is not kind:
-        raise ClaimError(f"{key!r} of {what} is {str(content[key])[:40]}")
+        raise ClaimError(f"{key!r} of {what} is {content[key]!r:.40}")
     return content[key]
 
 
@@ -134,13 +134,13 @@ def check_facts(content: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
     for key in ("layout", "parts"):
         for line in entry_of(content, key, list) if key in content else ():
             if type(line) is not str or not line.removesuffix("\n").isprintable():
-                raise ClaimError(f"{key!r} has {str(line)[:40]!r}")
+                raise ClaimError(f"{key!r} has {line!r:.40}")
     if "extra" not in content:
         raise ClaimError("the index has no 'extra'")
     for group in entry_of(content, "groups", list):
         names = entry_of(group, "params", list, "a group")
         if not all(type(name) is str for name in names):
-            raise ClaimError(f"a group has the parameters {str(names)[:80]}")
+            raise ClaimError(f"a group has the parameters {names!r:.80}")
         options = entry_of(group, "options", dict, "a group")
         entry_of(options, "rule", str, "a group")
         _check_option(options, dtypes, 8)
@@ -157,9 +157,9 @@ def _check_option(value: object, dtypes: Mapping[str, Any], levels: int) -> None
         if isinstance(entry, dict):
             if "dtype" in entry:
                 if type(entry["dtype"]) is not str or entry["dtype"] not in dtypes:
-                    raise ClaimError(f"an option is the dtype {str(entry['dtype'])[:40]}")
+                    raise ClaimError(f"an option is the dtype {entry['dtype']!r:.40}")
             elif type(entry.get("entries")) is not dict:
-                raise ClaimError(f"an option is {str(entry)[:40]}")
+                raise ClaimError(f"an option is {entry!r:.40}")
             else:
                 _check_option(entry["entries"], dtypes, levels - 1)
         else:

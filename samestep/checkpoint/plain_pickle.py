@@ -64,7 +64,7 @@ def checked_key(key: Any, keys: frozenset[type] = frozenset()) -> Any:
 def whole_number(value: Any, what: str = "a number") -> int:
     """A size, place or count, as a tensor can have it."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise PickleError(f"it has {str(value)[:40]} for {what}")
+        raise PickleError(f"it has {value!r:.40} for {what}")
     return value
 
 
@@ -208,7 +208,8 @@ class _Machine:
             raise PickleError("it names something by what is no text")
         found = self._table.names.get((module, name))
         if found is None:
-            raise PickleError(f"it asks for {module}.{name}"[:200])
+            full = f"{module}.{name}"
+            raise PickleError(f"it asks for {full if full.isprintable() else repr(full)}"[:200])
         self._stack.append(found)
 
     def _global(self) -> None:

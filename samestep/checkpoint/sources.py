@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from samestep.checkpoint.claims import uncovered
 from samestep.checkpoint.logical import MODEL, GroupFacts, plain_options, state_key
 from samestep.checkpoint.storage import CheckpointError, in_boxes
 from samestep.layout.boxes import Box, held_range, whole_box
@@ -113,7 +114,7 @@ class Collected:
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor, read now."""
-        parts = self._found[name]
+        parts = self._check(name)
         whole = torch.empty(parts.shape, dtype=parts.dtype)
         for box, values in parts.boxes.values():
             whole[box.slices] = _read(values)
@@ -134,15 +135,21 @@ class Collected:
         _, values = self._found[box.fqn].boxes[tuple(box.offset or ())]
         return _read(values)
 
+    def _check(self, name: str) -> _Parts:
+        """Raise unless a tensor is whole."""
+        parts = self._found[name]
+        problem = uncovered(parts.shape, [box for box, _ in parts.boxes.values()])
+        if problem:
+            raise CheckpointError(
+                f"{name} has {problem} in {parts.origin} and beside it: "
+                "are the files of all ranks there?"
+            )
+        return parts
+
     def source(self, **facts: Any) -> Source:
         """All that was found; raises if a part of a tensor is missing."""
-        for name, parts in self._found.items():
-            there, wanted = sum(box.numel for box, _ in parts.boxes.values()), parts.shape.numel()
-            if there != wanted:
-                raise CheckpointError(
-                    f"{name} has {there} of its {wanted} elements in {parts.origin} and beside it: "
-                    "are the files of all ranks there?"
-                )
+        for name in self._found:
+            self._check(name)
         return Source(self.read, self.tensors, self.origins, self.groups, **facts)
 
 

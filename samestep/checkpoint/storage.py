@@ -199,7 +199,7 @@ class Index:
         boxes: list[Box] = []
         for told in entry_of(entry, "boxes", list, name):
             if type(told) is not dict:
-                raise ClaimError(f"{name!r} has {str(told)[:40]} for a box")
+                raise ClaimError(f"{name!r} has {told!r:.40} for a box")
             box = Box(
                 sizes_from(told.get("offsets"), f"the offsets of a box of {name!r}"),
                 sizes_from(told.get("sizes"), f"the sizes of a box of {name!r}"),

@@ -406,7 +406,7 @@ def _check_metadata(folder: Path, metadata: Metadata) -> None:
             raise ClaimError(f"its entries have more bytes than {name!r}")
     for key, entry in metadata.state_dict_metadata.items():
         if type(key) is not str or not key.isprintable():
-            raise ClaimError(f"an entry has the name {str(key)[:80]!r}")
+            raise ClaimError(f"an entry has the name {key!r:.80}")
         if isinstance(entry, TensorStorageMetadata):
             _check_chunks(metadata, key, entry)
         elif isinstance(entry, BytesStorageMetadata):

@@ -379,7 +379,7 @@ def _unpickled(path: Path) -> Metadata:
     except PickleError as error:
         raise CheckpointError(
             f"{path} is not what it claims to be, metadata of torch's checkpoints: {error}, and no "
-            "metadata does; nothing of it was run. Do not load it with torch, which would run it; "
+            "metadata does; nothing of it was run. Do not load it with torch, which may run it; "
             "take another checkpoint"
         ) from None
     if type(found) is not Metadata:

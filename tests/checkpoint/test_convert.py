@@ -223,5 +223,7 @@ def test_nothing_in_a_file_is_run(tmp_path, capsys):
     (tmp_path / "trap" / ".metadata").write_bytes(pickle.dumps(Trap(mark)))
     words = (tmp_path / "to", "--to", "samestep")
     assert "without running what is in it" in refused(capsys, tmp_path / "trap.pt", *words)
-    assert "which no metadata needs" in refused(capsys, tmp_path / "trap", *words)
+    assert "and no metadata does; nothing of it was run" in refused(
+        capsys, tmp_path / "trap", *words
+    )
     assert not mark.exists()

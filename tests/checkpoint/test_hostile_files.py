@@ -33,9 +33,10 @@ from samestep import cli
 from samestep.checkpoint import CheckpointError
 from samestep.checkpoint.converting import convert
 from samestep.checkpoint.foreign import safe
-from samestep.checkpoint.plain_pickle import read_pickle
+from samestep.checkpoint.plain_pickle import Maker, PickleError, Table, read_pickle
 from samestep.checkpoint.storage import INDEX, write_json
 from samestep.checkpoint.torch_files import METADATA_TABLE
+from tests.checkpoint import hostile
 from tests.checkpoint.hostile import EXTENSION, archive, attacks, metadata_of, saved
 from tests.ranks import run_forked
 
@@ -65,8 +66,8 @@ def no_unpickler(monkeypatch):
     class Refused(pickle.Unpickler):
         __init__ = refuse
 
-    for owner, name in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
-        monkeypatch.setattr(owner, name, refuse)
+    for owner, own in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+        monkeypatch.setattr(owner, own, refuse)
     monkeypatch.setattr(pickle, "Unpickler", Refused)
 
 
@@ -329,6 +330,18 @@ def test_archives_that_claim_more_than_they_have(tmp_path):
         with pytest.raises(CheckpointError) as caught:
             safe.load(written(tmp_path, archive(edited_pkl, values)))
         assert claim in str(caught.value)
+
+
+def test_arguments_that_are_used_again_and_again():
+    """A short pickle may not make values that are long: 3000 sets of the same 3000 elements."""
+    elements = b"".join(b"M" + number.to_bytes(2, "little") for number in range(3000))
+    both = hostile.name("builtins", "set") + b"q\x00](" + elements + b"eq\x01"
+    data = b"\x80\x04](" + both + b"h\x00h\x01\x85R" * 3000 + b"e."
+    started = [0]
+    table = Table({("builtins", "set"): Maker("set", lambda items: started.append(len(items)))}, {})
+    with pytest.raises(PickleError, match="more of its values than its size allows"):
+        read_pickle(data, table)
+    assert sum(started) < 20 * len(data)
 
 
 # --- names that lead out of the folder ---------------------------------------------------------

@@ -346,8 +346,10 @@ def set_gradients(model):
 def test_nothing_there(tmp_path, trained):
     refused(tmp_path / "a", *trained, "does not exist")
     refused(tmp_path, *trained, "is no checkpoint: it has no index.json and no LATEST")
+    (tmp_path / "LATEST").write_bytes(b"gone\n")
+    refused(tmp_path, *trained, "LATEST names 'gone', which is no checkpoint")
     (tmp_path / "LATEST").write_bytes(b"\xff\x00gone\n")
-    refused(tmp_path, *trained, "LATEST names .* which is no checkpoint")
+    refused(tmp_path, *trained, "LATEST is not what it claims to be: .* name the folder that you")
 
 
 def test_a_newer_format(tmp_path, trained):

@@ -865,6 +865,62 @@ def test_weight_decay_per_role(given_decays, preset):
         assert float(shown[name]) == wanted
 
 
+NO_DECAY = ("scalar", "embedding")
+
+
+@pytest.mark.parametrize("preset", [None, "moonlight"])
+@pytest.mark.parametrize("by", ["roles", "groups", "adamw"])
+def test_roles_without_decay(preset, by):
+    """Norms, biases and embeddings, in a model that is routed, in groups, with AdamW alone."""
+    model = gpt()
+    expected = roles(samestep.MuonAdamW(model))
+    if by == "adamw":
+        opt = samestep.AdamW(model, weight_decay=0.5, no_decay=NO_DECAY)
+    else:
+        groups = [
+            {"params": "blocks.*", "rule": "adamw", "lr": torch.tensor(0.1)},
+            {"params": lambda name, _: not name.startswith("blocks."), "rule": "adamw"},
+        ]
+        own = {"groups": groups} if by == "groups" else {"matrix_lr": 0.1}
+        opt = samestep.MuonAdamW(model, weight_decay=0.5, preset=preset, no_decay=NO_DECAY, **own)
+    shown = {row["parameter"]: row["decay"] for row in read_table(opt.table())[0]}
+    assert set(expected.values()) == {"matrix", "embedding", "unembedding", "scalar"}
+    assert shown.keys() == expected.keys()
+    for name, role in expected.items():
+        assert keys(opt, "weight_decay")[name] == (0.0 if role in NO_DECAY else 0.5)
+        assert float(shown[name]) == (0.0 if role in NO_DECAY else 0.5)
+    if by == "groups":  # schedules write into tensors, group by group
+        rates = [g["lr"] for g in opt.param_groups if isinstance(g["lr"], torch.Tensor)]
+        assert len({id(rate) for rate in rates}) == len(rates) == 2
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    opt.step()
+    for name, param in model.named_parameters():
+        if name in expected:
+            assert torch.equal(param, before[name]) == (expected[name] in NO_DECAY), name
+
+
+def test_what_no_decay_takes():
+    for wrong in (("norm",), "bias", (3,)):
+        with pytest.raises(ValueError, match=r"which is no role.*norms, biases and other vectors"):
+            samestep.MuonAdamW(gpt(), no_decay=wrong)
+    for wrong in (True, 0, None, {"scalar": 0}):
+        for kind in (samestep.MuonAdamW, samestep.AdamW):
+            with pytest.raises(TypeError, match="no_decay must be a role or several"):
+                kind(gpt(), no_decay=wrong)
+    with pytest.raises(ValueError, match=r"no_decay has 'scalar', and scalar_decay is 0\.1"):
+        samestep.MuonAdamW(gpt(), no_decay="scalar", scalar_decay=0.1)
+    for kind in (samestep.MuonAdamW, samestep.AdamW):
+        with pytest.raises(ValueError, match="no_decay need"):
+            kind([{"params": [raw(4)], "rule": "adamw"}], no_decay="scalar")
+    with pytest.raises(ValueError, match="'no_decay' concerns the whole optimizer"):
+        samestep.MuonAdamW([{"params": [raw(4)], "rule": "adamw", "no_decay": ()}])
+    overrides = {"*norm*": {"weight_decay": 0.3}}
+    opt = samestep.MuonAdamW(gpt(), no_decay="scalar", overrides=overrides)
+    assert {v for n, v in keys(opt, "weight_decay").items() if "norm" in n} == {0.3}
+
+
 def test_decays_per_role_need_roles():
     with pytest.raises(ValueError, match="per-role learning rates and decays need a model"):
         samestep.MuonAdamW([{"params": [raw(4)], "rule": "adamw"}], scalar_decay=0.0)

@@ -18,7 +18,7 @@ from samestep.rules.rule import Rule
 OF_THE_OPTIMIZER = {
     *Distribution.__annotations__, *StepOptions.__annotations__, "preset", "overrides", "groups",
     "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "matrix_decay", "embedding_decay",
-    "unembedding_decay", "scalar_decay", "recipe",
+    "unembedding_decay", "scalar_decay", "recipe", "no_decay",
 } - {"process_group"}  # fmt: skip
 # Every rule goes with these; "role" is what routing found.
 OF_EVERY_GROUP = {

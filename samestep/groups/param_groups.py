@@ -44,7 +44,7 @@ OF_GROUPS: Mapping[str, checks.Check] = {
     "divisor": checks.optional(checks.positive),
     **dict.fromkeys(WAYS_OF_TORCH.keys() - {"fused"}, checks.boolean_or_none),
 }
-ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
+ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups", "no_decay")
 
 
 class ParamGroup(dict[str, Any]):

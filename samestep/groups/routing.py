@@ -7,7 +7,7 @@ tell (`samestep.groups.experts`).
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, cast
 
@@ -71,6 +71,10 @@ class Role(NamedTuple):
 
     name: str
     reason: str
+
+
+# Names of roles, as `table()` shows them; a "gate" is what a recipe or its surroundings tell.
+ROLES = ("matrix", "embedding", "unembedding", "scalar", "gate", "lora", "conv", "tensor")
 
 
 class Routable(NamedTuple):
@@ -333,8 +337,13 @@ def _warn_of_guesses(given: Routable, guessed: Mapping[str, Group]) -> None:
     )
 
 
-def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
-    """Fill groups whose "params" are patterns or predicates; each parameter exactly once."""
+def route_explicit(
+    given: Routable, groups: Iterable[Mapping[str, Any]], no_decay: Collection[str] = ()
+) -> list[Group]:
+    """Fill groups whose "params" are patterns or predicates; each parameter exactly once.
+
+    Members with a role of `no_decay` come into a group of their own, behind the one they are from.
+    """
     taken: dict[str, Matcher] = {}
     filled = []
     for group in groups:
@@ -357,7 +366,7 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
                 taken[parameter.name] = matcher
                 members.append((parameter.name, parameter.param))
         if members or not given.elsewhere:
-            filled.append({**group, "params": members})
+            filled += _apart({**group, "params": members}, given, no_decay)
     missing = [parameter.name for parameter in given.parameters if parameter.name not in taken]
     if missing:
         raise ValueError(
@@ -365,6 +374,19 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
             "whose pattern matches them, or freeze them with requires_grad_(False)"
         )
     return filled
+
+
+def _apart(group: Group, given: Routable, no_decay: Collection[str]) -> list[Group]:
+    """A group, and after it what it has of roles that do not decay."""
+    still = {p.name for p in given.parameters if role_of(p, given.vocabularies).name in no_decay}
+    without = [member for member in group["params"] if member[0] in still]
+    if not without:
+        return [group]
+    # Tensors are copied: schedulers write into learning rates, group by group.
+    own = {k: deepcopy(v) if isinstance(v, Tensor) else v for k, v in group.items()}
+    rest = [member for member in group["params"] if member[0] not in still]
+    behind = {**own, "params": without, "weight_decay": 0.0}
+    return [{**group, "params": rest}, behind] if rest else [behind]
 
 
 def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParameter]:

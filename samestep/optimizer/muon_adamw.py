@@ -1,6 +1,6 @@
 """The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -20,6 +20,7 @@ from samestep.groups.param_groups import (
     parameter_names,
     unknown_option,
 )
+from samestep.groups.routing import ROLES as ALL_ROLES
 from samestep.groups.routing import (
     NamedParameter,
     Overrides,
@@ -81,6 +82,22 @@ def _groups(name: str, value: Any) -> None:
         )
 
 
+def _no_decay(name: str, value: Any) -> None:
+    roles = [value] if isinstance(value, str) else value
+    if not isinstance(roles, list | tuple | set | frozenset):
+        raise TypeError(
+            f'{name} must be a role or several, such as ("scalar", "embedding"), '
+            f"got {checks.shown(value)}"
+        )
+    for role in roles:
+        if not isinstance(role, str) or role not in ALL_ROLES:
+            raise ValueError(
+                f"{name} has {checks.shown(role)}, which is no role: choose from "
+                f'{", ".join(ALL_ROLES)}, where norms, biases and other vectors are "scalar"; for '
+                'single parameters overrides={"<pattern>": {"weight_decay": 0.0}}'
+            )
+
+
 # What keywords take, of every optimizer; `StepOptions` and `Distribution` check their own.
 TAKEN: Mapping[str, checks.Check] = {
     **MuonRule.taken,
@@ -96,6 +113,7 @@ TAKEN: Mapping[str, checks.Check] = {
     "recipe": _recipe,
     "overrides": checks.optional(_overrides),
     "groups": checks.optional(_groups),
+    "no_decay": _no_decay,
 }
 
 
@@ -213,7 +231,9 @@ class MuonAdamW(RuleOptimizer):
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
         weight_decay, decay_form, maximize: for both rules (default decay 0.1).
         matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay per role.
-            `scalar_decay=0` leaves norms and biases alone, as many trainers do.
+        no_decay: roles without weight decay: `("scalar", "embedding")` are norms, biases and other
+            vectors, and embeddings. `table()` shows roles and decays. With `groups=`, too, whose
+            members of these roles come into groups of their own.
         betas, eps, eps_hat, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, all False); its
             `cautious` is a group key.
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
@@ -245,10 +265,14 @@ class MuonAdamW(RuleOptimizer):
         recipe: str | Mapping[str, Group] | None = "auto",
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
+        no_decay: str | Collection[str] = (),
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
         params = _listed(params)
-        own = {"preset": preset, "recipe": recipe, "overrides": overrides, "groups": groups}
+        own: Group = {
+            "preset": preset, "recipe": recipe, "overrides": overrides, "groups": groups,
+            "no_decay": no_decay,
+        }  # fmt: skip
         checks.every(TAKEN, own if lr is None else {**own, "lr": lr})
         steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
         model = params if isinstance(params, nn.Module) else None
@@ -257,6 +281,13 @@ class MuonAdamW(RuleOptimizer):
         for keyword, (role, key) in ROLE_OPTIONS.items():
             if keyword in given:
                 by_role.setdefault(role, {})[key] = given.pop(keyword)
+        still = _roles(no_decay)
+        for role in still if groups is None and named is not None else ():
+            own_decay = by_role.setdefault(role, {}).setdefault("weight_decay", 0.0)
+            if own_decay != 0:
+                raise ValueError(
+                    f"no_decay has {role!r}, and {role}_decay is {own_decay}: leave one of them out"
+                )
         if lr is not None:
             given["lr"] = lr
         muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
@@ -294,13 +325,14 @@ class MuonAdamW(RuleOptimizer):
             if model is not None and groups is None:
                 known = known_of(model, named.parameters, recipe)
             params, reasons = _routed(
-                named, overrides, groups, by_role, rule_options["muon"], known
+                named, overrides, groups, by_role, rule_options["muon"], known, still
             )
         else:
             asked = {
                 "overrides": overrides,
                 "groups": groups,
                 "per-role learning rates and decays": by_role,
+                "no_decay": still,
             }
             for what, value in asked.items():
                 if value:
@@ -362,6 +394,8 @@ class AdamW(RuleOptimizer):
     (On x86 torch rounds what is left after the last 64 elements otherwise; ours, sharded or not,
     does not.)
     16-bit parameters keep fp32 moments, unlike torch's. A tensor `lr` is copied for each group.
+    `no_decay=("scalar", "embedding")`, of a model or named parameters, leaves norms, biases, other
+    vectors and embeddings without weight decay.
     """
 
     def __init__(
@@ -379,6 +413,7 @@ class AdamW(RuleOptimizer):
         decay_form: str = "decoupled",
         fused: bool | None = False,
         state_dtypes: Mapping[str, torch.dtype | str] | str | None = None,
+        no_decay: str | Collection[str] = (),
         **options: Unpack[CommonOptions],
     ) -> None:
         params = _listed(params)
@@ -388,15 +423,25 @@ class AdamW(RuleOptimizer):
             "decay_form": decay_form, "fused": fused, "maximize": maximize,
             "state_dtypes": state_dtypes,
         }  # fmt: skip
-        checks.every(TAKEN, given)
+        checks.every(TAKEN, {**given, "no_decay": no_decay})
         given = own_spelling(given)
         steps, distribution, _ = _sorted_out(params, options, CommonOptions)
+        model = params if isinstance(params, nn.Module) else None
+        if still := _roles(no_decay):
+            _, named = _with_names(params)
+            if named is None:
+                raise ValueError(
+                    "no_decay needs a model or named parameters to know roles, and group dicts or "
+                    'plain parameters were given: set "weight_decay": 0.0 in the groups instead'
+                )
+            params = route_explicit(named, [{"params": "*"}], still)
         super().__init__(
             params,
             {"rule": "adamw", **given},
             {"adamw": given},
             steps,
             distribution,
+            model=model,
         )
 
 
@@ -433,6 +478,10 @@ def _tell_of_convolutions(preset: str | None, groups: Sequence[Group]) -> None:
                     f'overrides "adjust_lr": None and "update_scale": {theirs:.6g}'
                 )
                 return
+
+
+def _roles(no_decay: str | Collection[str]) -> tuple[str, ...]:
+    return (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
 
 
 def _listed(params: Params) -> Params:
@@ -489,6 +538,7 @@ def _routed(
     by_role: Mapping[str, Group],
     muon_options: Group,
     known: Mapping[str, Group],
+    no_decay: Collection[str],
 ) -> tuple[list[Group], dict[str, str]]:
     """Groups for named parameters, and why each is where it is.
 
@@ -499,7 +549,7 @@ def _routed(
             raise ValueError(
                 "groups= takes the place of overrides and per-role learning rates and decays"
             )
-        return route_explicit(named, groups), {}
+        return route_explicit(named, groups, no_decay), {}
     splits = muon_options.pop("split_sizes", None)
     transposed = bool(muon_options.get("transposed", False))
     return route(named, overrides, by_role, splits, known, transposed=transposed)

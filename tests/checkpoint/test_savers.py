@@ -139,6 +139,35 @@ def test_a_damaged_checkpoint_stays_and_is_not_counted(tmp_path):
     assert names(tmp_path) == ["2", "3", "4", "5", "LATEST"]
 
 
+def test_half_of_a_checkpoint_is_never_seen(tmp_path, monkeypatch):
+    """Its deletion fails in the middle: it is out of sight by then, and the next save goes on."""
+    real = folder.Path.unlink
+
+    def fail(path, **options):
+        if path.name == "rank_0.bin":
+            raise OSError(errno.EIO, "Input/output error")
+        real(path, **options)
+
+    samestep.save(tmp_path / "1", model_of(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.Path, "unlink", fail)
+        with pytest.warns(UserWarning, match="cannot be deleted"):
+            samestep.save(tmp_path / "2", model_of(2), extra=2, keep=1)
+    (hidden,) = (name for name in names(tmp_path) if name.endswith(".removed"))
+    assert names(tmp_path) == [hidden, "2", "LATEST"]
+    samestep.save(tmp_path / "3", model_of(3), extra=3)
+    assert names(tmp_path) == ["2", "3", "LATEST"]
+
+
+def test_a_copy_of_a_partial_folder_stays(tmp_path):
+    """Its mark tells of another folder."""
+    copy = tmp_path / f".1.{HEX}.partial"
+    copy.mkdir()
+    lock_of(copy / savers.OWNER, token=HEX[::-1], pid=1 << 22)
+    samestep.save(tmp_path / "1", model_of(1), extra=1)
+    assert names(tmp_path) == [copy.name, "1", "LATEST"]
+
+
 def test_an_index_is_read_once(tmp_path, monkeypatch):
     """It is large where there are many tensors, and `keep` looks at all of them in every save."""
     real, read = folder.read_json, []
@@ -394,7 +423,7 @@ def test_pairs_of_savers(tmp_path, monkeypatch, links):
         runs = tmp_path / str(pair)
         runs.mkdir()
         keep = [None, 1, 2][pair % 3]
-        same, kills = pair % 2 == 0, pair % 5 == 4
+        same, kills = pair % 2 == 0, pair % 4 == 2 or pair % 5 == 4
         way = "async_save" if pair % 4 == 3 else "save"
         foreign = put_foreign(runs) if pair % 7 == 3 else {}
         first = 10

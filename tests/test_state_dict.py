@@ -593,3 +593,90 @@ def test_a_torch_file_with_other_state_is_refused():
         with pytest.raises(ValueError, match=r"param_groups\[0\]|param_groups\[0\]\[0\]"):
             optimizer.load_state_dict(reference.state_dict())
         assert fingerprint(optimizer) == before
+
+
+# --- into torch's own Muon -------------------------------------------------------------------
+
+
+def matrices_for_muon() -> list[tuple[str, nn.Parameter]]:
+    """Of sizes whose products torch and ours add up in one order."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"tall": (24, 16), "wide": (16, 24)}
+    return [
+        (name, nn.Parameter(torch.randn(shape, generator=generator)))
+        for name, shape in shapes.items()
+    ]
+
+
+def train_muon(opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step + 1)
+        for group in opt.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=generator)
+        opt.step()
+
+
+def torchs_muon_after(ours: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """torch.optim.Muon with the parameters and the state of ours, built with other options."""
+    theirs = torch.optim.Muon(matrices_for_muon(), lr=0.5, momentum=0.1, ns_steps=2)
+    for group, other in zip(theirs.param_groups, ours.param_groups, strict=True):
+        for param, mine in zip(group["params"], other["params"], strict=True):
+            param.data.copy_(mine.data)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch shares tensors
+    return theirs
+
+
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+def test_torchs_muon_goes_on_with_state_of_ours_and_back(adjust_lr):
+    options = {**samestep.presets.torch(), "adjust_lr": adjust_lr, "lr": 0.02}
+    del options["rule"]
+    ours = samestep.Muon(matrices_for_muon(), **options)
+    train_muon(ours, range(3))
+    theirs = torchs_muon_after(ours)
+    for opt in (ours, theirs):
+        train_muon(opt, range(3, 6))
+    again = samestep.Muon(matrices_for_muon(), **options)
+    for mine, other, back in zip(
+        ours.param_groups[0]["params"],
+        theirs.param_groups[0]["params"],
+        again.param_groups[0]["params"],
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
+        back.data.copy_(other.data)
+    again.load_state_dict(theirs.state_dict())
+    for opt in (ours, again):
+        train_muon(opt, range(6, 8))
+        assert opt.param_groups[0]["ns_steps"] is None  # nothing of what was for torch stays
+        assert not opt.param_groups[0].keys() & {"for_torch", "adjust_lr_fn"}
+    for mine, back in zip(*(opt.param_groups[0]["params"] for opt in (ours, again)), strict=True):
+        torch.testing.assert_close(mine, back, rtol=0, atol=1e-5)
+
+
+def test_torchs_muon_has_one_polynomial():
+    """With the state of another it goes on with its own; the file still says what ours is."""
+    ours = samestep.Muon(matrices_for_muon(), lr=0.02)
+    train_muon(ours, range(2))
+    theirs = torchs_muon_after(ours)
+    train_muon(theirs, range(2, 3))
+    assert theirs.param_groups[0]["ns_steps"] == 5
+    again = samestep.Muon(matrices_for_muon(), lr=0.5)
+    again.load_state_dict(theirs.state_dict())
+    (group,) = again.param_groups
+    assert (group["orthogonalize"], group["ns_coefficients"]) == ("polar-express", None)
+    custom = samestep.Muon(matrices_for_muon(), ns_coefficients=(3.0, -3.2, 1.2), ns_steps=6)
+    saved = custom.state_dict()
+    assert saved["param_groups"][0]["ns_coefficients"] == (3.0, -3.2, 1.2)
+    custom.load_state_dict(saved)
+    assert custom.param_groups[0]["ns_steps"] == 6
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum_form": "sum"}, {"adjust_lr": "sqrt_max"}, {"variance_beta2": 0.9}]
+)
+def test_what_torchs_muon_does_not_have_is_not_gone_on_with(options):
+    ours = samestep.Muon(matrices_for_muon(), **options)
+    train_muon(ours, range(1))
+    with pytest.raises(KeyError, match="adjust_lr_fn"):
+        train_muon(torchs_muon_after(ours), range(1))

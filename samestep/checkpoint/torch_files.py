@@ -53,6 +53,7 @@ from samestep.checkpoint.storage import (
     write_json,
 )
 from samestep.comm.integrity.checksum import checksum
+from samestep.groups.group_keys import with_keys_of_torchs_muon
 from samestep.layout.boxes import Box
 
 BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # a model without prefix, in torchtitan
@@ -68,7 +69,6 @@ OF_TORCH: dict[str, dict[str, Any]] = {
         "differentiable": False,
         "decoupled_weight_decay": True,
     },
-    "muon": {},
 }
 
 
@@ -88,7 +88,7 @@ def torch_state_dict(tensors: Tensors, facts: Mapping[str, Any]) -> dict[str, An
     groups = [
         {
             **OF_TORCH.get(group["options"]["rule"], {}),
-            **options_from(group["options"]),
+            **with_keys_of_torchs_muon(options_from(group["options"])),
             "params": group["params"],
             "param_names": group["params"],
         }

@@ -144,6 +144,44 @@ def why_not_this_way(key: str, value: Any) -> str | None:
     return WAYS_OF_TORCH.get(key) if value is True else None
 
 
+# What torch.optim.Muon reads in a group, where it is None here: its own Newton-Schulz.
+_NEWTON_SCHULZ: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5}
+FOR_TORCH = "for_torch"  # in a saved group: the keys that are there for torch.optim.Muon
+# What torch.optim.Muon always does, in our words.
+_TORCHS_MUON: dict[str, Any] = {
+    "momentum_form": "ema", "equilibrate": False, "eps_form": "clamp", "renormalize": False,
+    "variance_beta2": None, "update_scale": 1.0, "cautious": False, "decay_form": "decoupled",
+    "scale_decay": False, "split_sizes": None, "flatten": False, "transposed": False,
+    "maximize": False,
+}  # fmt: skip
+_ADJUSTED_BY_TORCH = ("original", "match_rms_adamw")
+
+
+def with_keys_of_torchs_muon(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group to be saved, with what torch.optim.Muon reads in it.
+
+    Its polynomial is Newton-Schulz, whatever it is here. Nothing is added where torch's would go on
+    with another momentum or update: it then asks for "adjust_lr_fn".
+    """
+    as_torchs = saved.get("adjust_lr") in _ADJUSTED_BY_TORCH and all(
+        saved.get(key, value) == value for key, value in _TORCHS_MUON.items()
+    )
+    if saved.get("rule") != "muon" or not as_torchs:
+        return dict(saved)
+    own = {key: value for key, value in _NEWTON_SCHULZ.items() if saved.get(key) is None}
+    return {
+        **saved, **own, "adjust_lr_fn": saved["adjust_lr"],
+        FOR_TORCH: ", ".join((*own, "adjust_lr_fn")),
+    }  # fmt: skip
+
+
+def without_keys_for_torchs_muon(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The opposite: a group as it was, also if torch.optim.Muon has trained with it since."""
+    own = saved.get(FOR_TORCH, "").split(", ")
+    kept = {key: value for key, value in saved.items() if key not in (*own, FOR_TORCH)}
+    return {**kept, **{key: None for key in own if key in _NEWTON_SCHULZ}}
+
+
 def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
     """A saved group without what is no wish of whoever loads it.
 

@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.groups.group_keys import refuse_lost_keys, without_keys_of_torch
+from samestep.groups.group_keys import (
+    refuse_lost_keys,
+    with_keys_of_torchs_muon,
+    without_keys_for_torchs_muon,
+    without_keys_of_torch,
+)
 from samestep.groups.param_groups import (
     Group,
     ParamGroup,
@@ -111,6 +116,7 @@ def with_plain_options(state_dict: StateDict) -> StateDict:
     dicts sends options between ranks, and knows neither dtypes nor mappings that only some have.
     """
     for group in state_dict.get("param_groups", ()):  # a hook may have made another
+        group.update(with_keys_of_torchs_muon(group))
         chosen = group.get("state_dtypes")
         if isinstance(chosen, Mapping):
             words = (f"{key}={str(word).removeprefix('torch.')}" for key, word in chosen.items())
@@ -290,7 +296,8 @@ def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
 def _merged(index: int, group: Group, saved: Group) -> Group:
     """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
     own = ("fused", "state_dtypes")  # how a step is computed and kept is not the file's business
-    saved = {key: value for key, value in own_spelling(saved).items() if key not in own}
+    saved = own_spelling(without_keys_for_torchs_muon(saved))
+    saved = {key: value for key, value in saved.items() if key not in own}
     saved = without_keys_of_torch(saved, rule_of(group))
     if group["rule"] == "muon" and "rule" not in saved:  # from torch.optim.Muon
         saved = {"orthogonalize": "newton-schulz", **saved}

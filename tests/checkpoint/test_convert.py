@@ -172,6 +172,29 @@ def test_muon_of_torch(tmp_path):
     assert torch.equal(ours.weight, model.weight)
 
 
+def test_torchs_muon_takes_what_was_converted_for_torch(tmp_path):
+    def trained(model: nn.Linear, opt: torch.optim.Optimizer, steps: int) -> None:
+        for step in range(steps):
+            torch.manual_seed(step)
+            model.weight.grad = torch.randn(20, 24)
+            opt.step()
+
+    model, other = (nn.Linear(24, 20, bias=False) for _ in range(2))
+    options = {**samestep.presets.torch(), "lr": 0.02}
+    del options["rule"]
+    ours = samestep.Muon(model.named_parameters(), **options)
+    trained(model, ours, 3)
+    samestep.save(tmp_path / "ours", model, ours)
+    convert(tmp_path / "ours", tmp_path / "theirs", "torch")
+    theirs = torch.optim.Muon(other.named_parameters(), lr=0.5, ns_steps=1)
+    of_model, of_opt = get_state_dict(other, theirs)
+    dcp.load({"model": of_model, "optimizer": of_opt}, checkpoint_id=tmp_path / "theirs")
+    set_state_dict(other, theirs, model_state_dict=of_model, optim_state_dict=of_opt)
+    for each in ((model, ours), (other, theirs)):
+        trained(*each, 3)
+    torch.testing.assert_close(model.weight, other.weight, rtol=0, atol=1e-5)
+
+
 def refused(capsys, *words):
     assert cli.main(["convert", *map(str, words)]) == 2
     shown = capsys.readouterr()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samestep.checkpoint.sources import Collected
 from samestep.checkpoint.storage import CheckpointError
+from samestep.groups.group_keys import without_keys_for_torchs_muon
 from samestep.groups.param_groups import own_spelling
 from samestep.presets import preset_options
 from samestep.rules import RULES
@@ -43,6 +44,7 @@ def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
     """In our words what a parameter's state has; raises if it has no counterpart."""
     if "rule" in group:  # ours
         own = {key: key for key in keys}
+        group = without_keys_for_torchs_muon(group)
         return Meaning(group["rule"], own, _known(group["rule"], group), "samestep")
     if "algorithm" in group:
         return _of_dion(name, keys, group)

@@ -344,6 +344,15 @@ def test_arguments_that_are_used_again_and_again():
     assert sum(started) < 20 * len(data)
 
 
+def test_values_that_nest_deep():
+    """Their hash would recurse without end; as values they are left alone."""
+    deep = b")" + b"\x85" * 2000
+    for data in (b"}" + deep + b"Ns.", b"\x8f(" + deep + b"\x90.", b"(" + deep + b"\x91."):
+        with pytest.raises(PickleError, match="has a tuple as the key"):
+            read_pickle(b"\x80\x04" + data, METADATA_TABLE)
+    assert len(read_pickle(b"\x80\x04" + deep + b".", METADATA_TABLE)) == 1
+
+
 # --- names that lead out of the folder ---------------------------------------------------------
 
 

@@ -211,6 +211,13 @@ class Options:
         return GPTConfig(**{**shape, "experts": self.routed})
 
     @property
+    def of_the_model(self) -> dict[str, Any]:
+        """The fields that decide which parameters there are."""
+        names = ("width", "layers", "heads", "kv_heads", "moe", "experts", "expert_size")
+        names += ("active_experts", "shared_experts", "null_experts", "lora", "lora_rank")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
 

@@ -1,6 +1,7 @@
 """The loop: step, evaluate, save, resume; and the command around it.
 
-A run can be stopped at any moment and goes on from its last checkpoint as if nothing had happened:
+A run can be stopped at any moment and goes on from its last checkpoint as if nothing had happened
+(Ctrl-C saves one after the step that is on):
 what a step does follows from the checkpoint, the flags and the number of the step. Batches are
 numbers of sequences (`corpus.Order`), schedules are functions of the step, and the seed of every
 step is made anew. A batch belongs to all ranks together, which divide it by index, so that their
@@ -8,6 +9,8 @@ number may change from one start to the next.
 """
 
 import os
+import signal
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -20,11 +23,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import samestep
+from samestep.checkpoint import folder as checkpoint_folder
+from samestep.checkpoint.storage import read_index
 from samestep.models.gpt import GPT, balance_experts
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.router_losses import collect, set_share
 from samestep.tooling.output import check_folder
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, spelled
 from samestep.train.corpus import (
     Corpus,
     Order,
@@ -39,6 +44,28 @@ from samestep.train.layouts import check_layout, no_sync, place
 from samestep.train.options import Options
 from samestep.train.options import parse as parse
 from samestep.train.world import World, joined
+
+
+class Interrupts:
+    """Ctrl-C asks a run to save and stop after a step; a second one ends it where it is."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():  # others hear of no signals
+            self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 class Trainer:
@@ -64,8 +91,10 @@ class Trainer:
         self.sequences = 0  # that were seen in them
         self._unwritten: list[dict[str, Any]] = []  # rows of steps, with tensors in them
         self._since = time.perf_counter()  # when they were written last
+        self.saved: int | None = None  # the step of the newest checkpoint, if there is one
 
-    def run(self) -> None:
+    def run(self, interrupts: Interrupts) -> None:
+        """Up to the last step; raises KeyboardInterrupt after saving if it is asked to stop."""
         options = self.options
         self._resume()
         self._since = time.perf_counter()
@@ -74,14 +103,25 @@ class Trainer:
             last = self.step == options.steps
             evaluates = last or self.step % options.eval_every == 0
             saves = last or self.step % options.save_every == 0
-            if evaluates or saves or self.step % options.log_every == 0:
+            writes = evaluates or saves or self.step % options.log_every == 0
+            stops = not last and self._is_asked_to_stop(interrupts, writes)
+            if writes or stops:
                 self._write_losses()
-            if evaluates:
+            if evaluates and not stops:
                 self._evaluate()
-            if saves:
-                self._save()
+            if saves or stops:
+                self._save(stops)
+            if stops:
+                raise KeyboardInterrupt
             if not self._unwritten:  # neither validation nor saving counts as time of a step
                 self._since = time.perf_counter()
+
+    def _is_asked_to_stop(self, interrupts: Interrupts, writes: bool) -> bool:
+        """The same on all ranks, which saving needs; they agree where they sum losses anyway."""
+        if self.world.size == 1:
+            return interrupts.asked
+        asked = torch.tensor([interrupts.asked], dtype=torch.int64, device=self.world.device)
+        return writes and bool(self.world.total(asked).item())
 
     def _train_step(self) -> None:
         options, world = self.options, self.world
@@ -197,19 +237,21 @@ class Trainer:
         text = f"loss {losses[-1]:.4f}  {speed:,.0f} bytes/s"
         self.display.show(self.step, options.steps, text)
 
-    def _save(self) -> None:
+    def _save(self, stops: bool) -> None:
         path = self.options.checkpoints / f"step_{self.step:08d}"
         extra = {
             "step": self.step, "sequences": self.sequences, "data": self.data,
-            "state": self.options.state,
+            "state": self.options.state, "model": self.options.of_the_model,
         }  # fmt: skip
         try:
             samestep.save(path, self.model, self.optimizer, extra=extra, keep=self.options.keep)
         except samestep.CheckpointError as error:
             if self.step == self.options.steps:
                 raise
-            self.display.say(f"step {self.step} was not saved, training goes on: {error}")
+            then = "training stops" if stops else "training goes on"
+            self.display.say(f"step {self.step} was not saved, {then}: {error}")
             return
+        self.saved = self.step
         self.journal.add({"step": self.step, "event": "saved"})
 
     def _resume(self) -> None:
@@ -219,9 +261,11 @@ class Trainer:
             try:
                 loaded = samestep.load(source, self.model, self.optimizer)
             except samestep.CheckpointError as error:
-                raise BadRequestError(f"cannot resume: {error}") from error
+                raise BadRequestError(self._why_not(source, error)) from error
             self._check_data(loaded.extra)
             self.step, self.sequences = loaded.extra["step"], loaded.extra["sequences"]
+            if source == options.checkpoints:
+                self.saved = self.step
             was = loaded.extra.get("state", options.state)  # earlier versions did not say
             if was != options.state:
                 converted = f"; state was {was}, is {options.state} now: converted"
@@ -242,6 +286,23 @@ class Trainer:
             f"rank(s) of {self.world.device.type}, {event['event']} at step {self.step}"
             f"{converted}"
         )
+
+    def _why_not(self, source: Path, error: Exception) -> str:
+        """Why a checkpoint does not fit, by the flags that make another model."""
+        try:
+            saved = checkpoint_folder.find(source)
+            was = read_index(saved)["extra"].get("model", {})
+        except (samestep.CheckpointError, OSError, AttributeError, KeyError, TypeError):
+            was = {}  # there is none, or it is none of this trainer
+        changed = [
+            f"{spelled(name)} was {was[name]} and is {value} here"
+            for name, value in self.options.of_the_model.items()
+            if was.get(name, value) != value
+        ]
+        if changed:
+            return f"cannot resume: {', '.join(changed)}, which makes another model"
+        text = str(error).partition(" Pass partial=True")[0]
+        return f"cannot resume: {text}"
 
     def _tell_mesh(self) -> None:
         """What every rank runs, told by each and compared before the first step."""
@@ -306,6 +367,14 @@ def _use_one_result_every_time(options: Options, world: World) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def _stopped(step: int, saved: int | None) -> str:
+    if saved is None:
+        return f"stopped in step {step + 1}, and nothing is saved: the same command begins anew"
+    if saved == step:
+        return f"stopped after step {step}, which is saved: the same command goes on there"
+    return f"stopped in step {step + 1}: the same command goes on after step {saved}, as saved"
+
+
 def run(options: Options) -> int:
     check_folder(options.out)
     with joined(options.device) as world:
@@ -313,11 +382,12 @@ def run(options: Options) -> int:
         journal = Journal(options.out, active=speaks)
         with display(speaks) as shown:
             trainer = Trainer(options, world, journal, shown)
-            try:
-                trainer.run()
-            except KeyboardInterrupt:
-                shown.say(f"stopped in step {trainer.step + 1}; the same command goes on")
-                return 130
+            with Interrupts() as interrupts:
+                try:
+                    trainer.run(interrupts)
+                except KeyboardInterrupt:
+                    shown.say(_stopped(trainer.step, trainer.saved))
+                    return 130
             files = [LOG, "checkpoints"] + [PICTURE] * journal.draw()
             shown.say(f"{options.out} has {', '.join(files)}")
     return 0

@@ -1,6 +1,7 @@
 """Small runs of the trainer on forked ranks."""
 
 import json
+import signal
 from pathlib import Path
 
 # Some only so that forked ranks need not import them again.
@@ -40,16 +41,21 @@ def words(out: Path, data: Path, **changes: object) -> list[str]:
 
 
 def train(
-    ranks: int, arguments: list[str], *, stop_in: int | None = None, draws: bool = False
+    ranks: int,
+    arguments: list[str],
+    *,
+    stop_in: int | None = None,
+    signals: int = 2,
+    draws: bool = False,
 ) -> list[int]:
-    """Train on forked ranks; return their exit statuses. Ctrl-C comes in step `stop_in`.
+    """Train on forked ranks; return their exit statuses. Ctrl-C comes in step `stop_in`, so often.
 
     Drawing the losses takes longer than the rest: only who looks at the picture has it drawn.
     """
-    return run_forked(ranks, _rank, arguments, stop_in, draws)
+    return run_forked(ranks, _rank, arguments, stop_in, signals, draws)
 
 
-def _rank(rank: int, arguments: list[str], stop_in: int | None, draws: bool) -> int:
+def _rank(rank: int, arguments: list[str], stop_in: int | None, signals: int, draws: bool) -> int:
     if not draws:
         journal.picture = lambda rows: b""
     if dist.get_world_size() == 1:
@@ -57,8 +63,8 @@ def _rank(rank: int, arguments: list[str], stop_in: int | None, draws: bool) -> 
     optimizer_step = trainer.Trainer._balance_experts
 
     def step(self):
-        if self.step + 1 == stop_in:
-            raise KeyboardInterrupt
+        for _ in range(signals if self.step + 1 == stop_in else 0):
+            signal.raise_signal(signal.SIGINT)
         optimizer_step(self)
 
     trainer.Trainer._balance_experts = step  # in this process, which ends soon

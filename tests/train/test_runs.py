@@ -85,6 +85,30 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed, tmp_path
     assert losses(run.out, "val_loss") == losses(undisturbed.out, "val_loss")
 
 
+@pytest.mark.parametrize(("ranks", "saved"), [(1, 2), (2, 3)])
+def test_ctrl_c_before_the_first_save_saves(undisturbed, tmp_path, capfd, ranks, saved):
+    """After the step that is on; several ranks agree where they sum losses, every third step."""
+    run = Run(tmp_path / "out", undisturbed.data)
+    assert train(ranks, words(*run, **RICH), stop_in=2, signals=1) == [130] * ranks
+    told = f"stopped after step {saved}, which is saved: the same command goes on there"
+    assert told in capfd.readouterr().out
+    assert max(losses(run.out)) == saved
+    assert train(ranks, words(*run, **RICH)) == [0] * ranks
+    assert [row["step"] for row in rows(run.out) if row.get("event") == "resumed"] == [saved]
+    if ranks == 2:
+        assert losses(run.out) == losses(undisturbed.out)
+        assert losses(run.out, "val_loss") == losses(undisturbed.out, "val_loss")
+
+
+def test_a_second_ctrl_c_tells_that_nothing_is_saved(undisturbed, tmp_path, capfd):
+    run = Run(tmp_path / "out", undisturbed.data)
+    assert train(1, words(*run), stop_in=2) == [130]
+    assert "in step 2, and nothing is saved: the same command begins anew" in capfd.readouterr().out
+    assert not (run.out / "checkpoints").exists()
+    assert train(1, words(*run), stop_in=6) == [130]
+    assert "in step 6: the same command goes on after step 4, as saved" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("layout", ["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"])
 def test_every_layout_has_the_same_losses(undisturbed, tmp_path, layout):
     run = Run(tmp_path / "out", undisturbed.data)
@@ -222,8 +246,12 @@ def test_what_cannot_be_done(undisturbed, tmp_path, monkeypatch, capfd, ranks, c
     [
         ({"resume": "never"}, "has checkpoints, and --resume is never"),
         ({"seed": 3}, "cannot resume: the seed of the data was 0 and is 3 here"),
-        ({"width": 32}, "cannot resume: "),
-        ({"experts": 0}, "cannot resume: the checkpoint "),
+        ({"width": 32}, "cannot resume: --width was 16 and is 32 here, which makes another model"),
+        ({"layers": 3}, "cannot resume: --layers was 2 and is 3 here, which makes another model"),
+        ({"layers": 1}, "cannot resume: --layers was 2 and is 1 here, which makes another model"),
+        ({"heads": 4, "kv_heads": 2}, "--heads was 2 and is 4 here, --kv-heads was 1 and is 2"),
+        ({"experts": 0, "active_experts": 2}, "cannot resume: --experts was 3 and is 0 here"),
+        ({"shared_experts": 1}, "cannot resume: --shared-experts was 0 and is 1 here"),
     ],
 )
 def test_another_run_is_not_gone_on_with(undisturbed, capfd, changes, message):

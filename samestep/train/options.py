@@ -213,8 +213,10 @@ class Options:
     @property
     def of_the_model(self) -> dict[str, Any]:
         """The fields that decide which parameters there are."""
-        names = ("width", "layers", "heads", "kv_heads", "moe", "experts", "expert_size")
-        names += ("active_experts", "shared_experts", "null_experts", "lora", "lora_rank")
+        names = (
+            "width", "layers", "heads", "kv_heads", "moe", "experts", "expert_size",
+            "active_experts", "shared_experts", "null_experts", "lora", "lora_rank",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -7,6 +7,7 @@ comes too early shows in everything after it.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import pickle
@@ -15,10 +16,12 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
+from samestep.placements.whole.awaited import ARRIVAL
 from samestep.placements.whole.gathering import ParametersInFlight, wait_for_anyone
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
@@ -47,7 +50,7 @@ def step_of(model, opt, case=ALL_LAYERS):
 
 def in_flight(model):
     """The parameters that nobody has waited for."""
-    return {name for name, param in model.named_parameters() if param.isnan().all()}
+    return {name for name, param in model.named_parameters() if hasattr(param, ARRIVAL)}
 
 
 def plain_values(*cases):
@@ -249,30 +252,126 @@ def test_a_module_that_reads_the_parameters_of_its_children():
 # --- between steps -----------------------------------------------------------------------------
 
 
-def test_a_read_that_comes_too_early_shows():
+def test_what_was_taken_of_the_memory_before_the_step_shows_reads_that_come_too_early():
     """And without the poison nothing is NaN."""
 
     def job(rank):
-        model = Net()
-        opt = build_gather(model)
-        step_of(model, opt)
-        early = model.second.weight.isnan().all()
-        opt.wait_for_parameters()
-        poisoned = values(model)
-        opt.wait_for_parameters()  # again: nothing to do
-        assert same(values(model), poisoned)
+        found = []
+        for poison in (True, False):
+            model = Net()
+            opt = build_gather(model, poison_early_reads=poison)
+            taken = model.second.weight.data
+            step_of(model, opt)
+            assert bool(taken.isnan().all()) == poison
+            opt.wait_for_parameters()
+            found.append(values(model))
+            opt.wait_for_parameters()  # again: nothing to do
+            assert same(values(model), found[-1])
+            assert torch.equal(taken, model.second.weight)
+        return plain_values(ALL_LAYERS), found
 
-        model = Net()
-        opt = build_gather(model, poison_early_reads=False)
-        step_of(model, opt)
-        assert not in_flight(model)
-        opt.wait_for_parameters()
-        return bool(early), plain_values(ALL_LAYERS), poisoned, values(model)
+    for plain, found in run_forked(2, job):
+        assert all(same(values, plain) for values in found)
 
-    for early, plain, poisoned, found in run_forked(2, job):
-        assert early
-        assert same(poisoned, plain)
-        assert same(found, plain)
+
+def average(model):
+    averaged = torch.optim.swa_utils.AveragedModel(model)  # a copy, then an update
+    averaged.update_parameters(model)
+    return torch.cat([param.reshape(-1) for param in averaged.module.parameters()])
+
+
+def clamped(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.clamp_(-0.1, 0.1)
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
+class Tied(nn.Module):
+    """Computes with a parameter of another model, which it does not call."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weight = model.second.weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+TOUCHES = {
+    "average": average,
+    "clamp": clamped,
+    "another module": lambda m: Tied(m)(torch.eye(8)),
+    "a function": lambda m: nn.functional.linear(torch.eye(8), m.second.weight),
+    "foreach": lambda m: torch.stack(torch._foreach_norm(list(m.parameters()))),
+    "norm": lambda m: nn.utils.get_total_norm(m.parameters()),
+    "operator": lambda m: torch.ops.aten.add.Tensor(m.second.weight, 1),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "data": lambda m: m.second.weight.data.clone(),
+    "detach": lambda m: m.second.weight.detach().numpy().copy(),
+    "list": lambda m: m.second.weight.tolist(),
+    "number": lambda m: m.second.bias[0].item(),
+    "printed": lambda m: str(m.second.weight),
+    "deepcopy": lambda m: copy.deepcopy(m.second.weight),
+    "deepcopy of the model": lambda m: copy.deepcopy(m).second.weight,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m.second.weight)),
+    "saved": lambda m: torch.load(saved(m), weights_only=False).second.weight,
+    "written": lambda m: nn.init.constant_(m.second.weight, 0.5),
+    "copied": lambda m: torch.zeros(8, 8).copy_(m.second.weight),
+    "copied into": lambda m: m.second.weight.data.copy_(torch.eye(8)),
+    "replaced": lambda m: setattr(m.second.weight, "data", torch.eye(8)) or m.second.weight,
+    "functional": lambda m: torch.func.functional_call(
+        nn.Linear(8, 8), dict(m.second.named_parameters()), torch.eye(8)
+    ),
+    "compiled": lambda m: torch.compile(lambda x: x @ m.second.weight, backend="eager")(
+        torch.eye(8)
+    ),
+    "memory": lambda m: ctypes.c_float.from_address(m.second.bias.data_ptr()).value,
+    "dlpack": lambda m: torch.from_dlpack(m.second.weight.detach()).clone(),
+    "collective": lambda m: dist.broadcast(m.second.weight, 0) or m.second.weight,
+    "another optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1) and m.second.weight,
+}
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def test_whoever_touches_a_parameter_waits_for_it():
+    """Reads, edits and copies, with no word to the optimizer; then training goes on."""
+
+    def job(rank):
+        found = []
+        for options in ({"sharding": "zero2"}, GATHER):
+            model = Net()
+            opt = build(model, **options)
+            results = {}
+            for name, touch in TOUCHES.items():
+                torch.manual_seed(0)
+                step_of(model, opt)
+                model.zero_grad()
+                opt.zero_grad()
+                flying = in_flight(model)
+                assert bool(flying) == ("buffers" in options)
+                with torch.no_grad():
+                    result = touch(model)
+                assert len(in_flight(model)) < max(len(flying), 1), name
+                results[name] = result.detach().clone() if torch.is_tensor(result) else result
+            assert all(type(p) is nn.Parameter for p in copy.deepcopy(model).parameters())
+            results["converted"] = model.double().second.weight.detach()
+            found.append((results, values(model)))
+            del opt
+            gc.collect()  # or the next one would hold its launches back beside it
+        return found
+
+    for (plain, trained), (touched, then) in run_forked(2, job):
+        assert same(trained, then)
+        for name, result in plain.items():
+            assert str(result) == str(touched[name]), name
+            assert not torch.is_tensor(result) or torch.equal(result, touched[name]), name
 
 
 def test_evaluation_between_steps():

@@ -25,7 +25,7 @@ from samestep.plan.copied import CopiedAlong
 from samestep.tooling.warn import some
 
 PROBLEM_CODES = 2  # numbers in which a rank tells of its problem
-CODES = PROBLEM_CODES + 2  # and of what it is about to do
+CODES = PROBLEM_CODES + 4  # and whether it dropped gradients, and what it is about to do
 _WAY_OUT = (
     "Ranks that share parameters need the same hyperparameters in every step: a scheduler that "
     "looks at a loss, such as ReduceLROnPlateau, has to be given the same on every rank (the mean "
@@ -174,6 +174,17 @@ def any_problem(
     return problem
 
 
+class Drops(NamedTuple):
+    """Of every parameter: whether sums have gradients of a rank that were dropped, or that count.
+
+    again: some came since, after their bucket was reduced.
+    """
+
+    dropped: Sequence[bool]
+    counted: Sequence[bool]
+    again: bool
+
+
 class CopiedHere(NamedTuple):
     """What is replicated along the axes of a mesh, and in which line of each this rank is.
 
@@ -230,6 +241,7 @@ class PresenceAgreement:
         self._copied = copied
         self._on_their_way: deque[_Said] = deque()
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
+        self.dropped = False  # whether all ranks are to agree on what they dropped
 
     def agree(
         self,
@@ -238,12 +250,16 @@ class PresenceAgreement:
         intent: Intent | None,
         flag: bool = False,
         whole: Callable[[int, int], bool] | None = None,
+        *,
+        dropped: bool = False,
     ) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
 
         here: 0 for what is absent on this rank; `votes()` has the largest of all ranks.
         intent: what this rank is about to do; None: it is not compared.
         whole: whether this rank has a gradient, and more than a summand along an axis of the mesh.
+        dropped: whether sums have a gradient that was dropped on this rank since. If they have on
+            any, `self.dropped` says so, and `agree_on_drops` comes next.
 
         Raises on every rank if any rank has a problem, ranks are not about to do the same, or ranks
         with copies do not have the same.
@@ -251,17 +267,15 @@ class PresenceAgreement:
         the device, and what is to be raised is read at a later step, when it has arrived. So is a
         `flag` of any rank.
         """
-        while self._on_their_way and has_passed(self._on_their_way[0].passed):
-            before = self._on_their_way.popleft()
-            self._read(before.votes, before.intent, before.on_device, late=True)
+        self._read_arrived()
         other, code = _codes_of(problem, self._rank, self._names)
-        on_gpu = self._device.type == "cuda"
-        codes = [other, code << 1 | int(flag), _NOTHING, _NOTHING]
+        on_drops = self._codes_of_drops(dropped)
+        codes = [other, code << 1 | int(flag), *on_drops, _NOTHING, _NOTHING]
         if problem is not None:
             intent = None  # who cannot take the step says nothing of it
         if intent is not None:
             # ~ turns the order around, so the largest ~digest is the smallest digest's.
-            codes[2:] = intent.digest, ~intent.digest
+            codes[-2:] = intent.digest, ~intent.digest
         votes = torch.tensor([*here, *codes], dtype=torch.int64)
         if self._copied is not None:
             # Who has a problem says nothing: its gradients may be anything.
@@ -270,26 +284,18 @@ class PresenceAgreement:
                 assert whole is not None
                 copied = self._copied.votes(whole)
             votes = torch.cat([votes[:-CODES], copied, votes[-CODES:]])
-        votes = (votes.pin_memory() if on_gpu else votes).to(self._device, non_blocking=True)
+        votes = self._on_device(votes)
         on_device = self._add_numbers(votes, intent)
-        anywhere = votes
-        for group in self._groups:
-            anywhere = maximum("presence", anywhere, group).wait()
+        anywhere = self._largest("presence", votes)
         self._votes, said = anywhere[: len(here)], anywhere[len(here) :]
         if problem is not None and problem.swapped:  # the only one that a GPU is waited for
             other, code = said[-CODES:].tolist()[:2]
             _refuse_swap(other, code >> 1, problem, self._names)
         if problem is not None:
             raise problem.error
+        self._hear(said, intent, on_device, dropped=dropped)
         if self._device.type == "cpu":
-            self._read(said, intent, on_device, late=False)
             return [bool(value) for value in self._votes.tolist()]
-        if on_gpu:
-            pinned = torch.empty(len(said), dtype=torch.int64, pin_memory=True)
-            pinned.copy_(said, non_blocking=True)
-            event = recorded_event(self._device)
-            assert event is not None
-            self._on_their_way.append(_Said(pinned, event, intent, on_device))
         if all(here):
             return [True] * len(here)
         flags = self._votes.bool().unbind()
@@ -310,11 +316,89 @@ class PresenceAgreement:
         votes: list[int] = self._votes.tolist()
         return votes
 
+    def _on_device(self, votes: Tensor) -> Tensor:
+        on_gpu = self._device.type == "cuda"
+        return (votes.pin_memory() if on_gpu else votes).to(self._device, non_blocking=True)
+
+    def _largest(self, name: str, votes: Tensor) -> Tensor:
+        """The largest of all ranks."""
+        for group in self._groups:
+            votes = maximum(name, votes, group).wait()
+        return votes
+
+    # --- gradients that were dropped after they were reduced -----------------------------------
+
+    def look_for_drops(self, dropped: bool) -> bool:
+        """Whether any rank has dropped any; then `agree_on_drops` comes next. Collective."""
+        self._read_arrived()
+        elements = 0 if self._copied is None else self._copied.elements
+        codes = [0] * PROBLEM_CODES + self._codes_of_drops(dropped) + [_NOTHING, _NOTHING]
+        votes = torch.tensor([0] * elements + codes, dtype=torch.int64)
+        said = self._largest("gradients dropped", self._on_device(votes))
+        self._hear(said, None, None, dropped=dropped)
+        return self.dropped
+
+    def agree_on_drops(self, here: Drops) -> tuple[list[int], bool]:
+        """The parameters whose sums are void, and whether any rank has gradients since. Collective.
+
+        Raises on every rank if one has dropped what counts on another: those sums have both.
+        """
+        votes = torch.tensor([*here.dropped, *here.counted], dtype=torch.int64)
+        votes = torch.cat([votes * (self._rank + 1), torch.tensor([int(here.again)])])
+        *said, again = self._largest("gradients dropped", self._on_device(votes)).tolist()
+        count = len(here.dropped)
+        for index, (dropped, counted) in enumerate(zip(said[:count], said[count:], strict=True)):
+            if dropped and counted:
+                raise self._dropped_here_alone(dropped - 1, self._names[index], counted - 1)
+        return [index for index, dropped in enumerate(said[:count]) if dropped], bool(again)
+
+    def _codes_of_drops(self, dropped: bool) -> list[int]:
+        return [self._rank + 1, 0] if dropped else [0, self._rank + 1]
+
+    def _dropped_here_alone(self, rank: int, name: str | None, other: int) -> RankProblemError:
+        what = "gradients were" if name is None else f"the gradient of {name!r} was"
+        return RankProblemError(
+            f"{what} dropped on rank {rank} (zero_grad() or .grad = None) after it was reduced, "
+            f"and not on rank {other}, so that the sum has both, and no rank took the step: drop "
+            "it on every rank, or on none; a rank that leaves a batch out does so before its "
+            "backward. With overlap_grad_reduce=False, and before synchronize() and "
+            "clip_grad_norm_(), a rank may drop its own"
+        )
+
+    # --- what all ranks have said --------------------------------------------------------------
+
+    def _read_arrived(self) -> None:
+        while self._on_their_way and has_passed(self._on_their_way[0].passed):
+            before = self._on_their_way.popleft()
+            self._read(before.votes, before.intent, before.on_device, late=True)
+
+    def _hear(
+        self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, dropped: bool
+    ) -> None:
+        """Now on CPU; of a GPU later, but for a rank that dropped gradients, which waits.
+
+        All others would not know that they have to agree with it: it raises then.
+        """
+        self.dropped = False
+        if self._device.type == "cpu":
+            self._read(said, intent, on_device, late=False)
+        elif dropped:
+            intact = said[-CODES:].tolist()[PROBLEM_CODES + 1]
+            if intact:
+                raise self._dropped_here_alone(self._rank, None, intact - 1)
+            self._read(said, intent, on_device, late=False)
+        elif self._device.type == "cuda":
+            pinned = torch.empty(len(said), dtype=torch.int64, pin_memory=True)
+            pinned.copy_(said, non_blocking=True)
+            event = recorded_event(self._device)
+            assert event is not None
+            self._on_their_way.append(_Said(pinned, event, intent, on_device))
+
     def _read(
         self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, late: bool
     ) -> None:
-        """The votes about copies, and the codes of a problem and of what ranks are about to do."""
-        other, code, digest, inverse = said[-CODES:].tolist()
+        """The votes about copies, and the codes of problems, of drops and of what ranks will do."""
+        other, code, dropped, intact, digest, inverse = said[-CODES:].tolist()
         self.flagged, code = bool(code & 1), code >> 1
         _refuse_swap(other, code, None, self._names)
         if code:
@@ -324,6 +408,9 @@ class PresenceAgreement:
             )
         if intent is not None and digest != ~inverse:
             raise self._difference(intent, on_device, late=late)
+        if late and dropped:
+            raise self._dropped_here_alone(dropped - 1, None, intact - 1)
+        self.dropped = bool(dropped)
         if self._copied is not None:
             self._copied.refuse_difference(said[:-CODES], self._names, late=late)
 

@@ -96,10 +96,11 @@ class Distribution:
     reduce_dtype: the dtype in which gradients travel; default: that of the parameter.
     overlap_grad_reduce: reduce inside backward, as buckets become complete.
     overlap_param_gather: return from the step while updated parameters are still on their way;
-        modules wait for theirs before they run. For flat buffers, and for a model. Whoever else
-        reads parameters calls `wait_for_parameters()` first.
+        modules wait for theirs before they run, and so does whoever else touches a parameter. For
+        flat buffers, and for a model.
     poison_early_reads: parameters that are on their way are NaN until they are waited for, so that
-        a read that comes too early shows. For finding a fault: it costs a copy.
+        whoever reads their memory around torch's functions shows. For finding a fault: it costs a
+        copy.
     grads: "local" gradients are averaged here; "reduced" ones already were, by DDP.
     grad_dtype: the dtype of gradients and of their accumulation, such as float32 for bfloat16
         parameters; default: that of the parameter. Set through `Tensor.grad_dtype`.

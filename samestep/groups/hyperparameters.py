@@ -94,6 +94,13 @@ class Hyperparameters(NamedTuple):
     groups: tuple[GroupNumbers, ...]
     precision: str
     scale: Numbers
+    call: str = "step()"
+
+    def of_call(self, call: str) -> "Hyperparameters":
+        """The same, read in another call that all ranks make together."""
+        digest = blake2b(call.encode(), digest_size=_DIGEST).digest()
+        other = int.from_bytes(digest, "little", signed=True)
+        return self._replace(digest=self.digest ^ other, call=call)
 
     def lines(self, on_device: Sequence[float] | None = None) -> list[str]:
         """A line "option of group = value" for each; numbers of a device are waited for.
@@ -102,7 +109,7 @@ class Hyperparameters(NamedTuple):
         """
         if on_device is None:
             on_device = [float(tensor) for tensor in self.on_device]
-        found = [f"{CALL} = step()", f"{PRECISION} = {self.precision}"]
+        found = [f"{CALL} = {self.call}", f"{PRECISION} = {self.precision}"]
         known = iter(on_device)
         for group in self.groups:
             of_group = f" of param_groups[{group.number}]"

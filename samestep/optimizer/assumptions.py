@@ -611,7 +611,9 @@ REGISTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         "reads after arrival",
-        "Whoever reads parameters outside of a module's forward calls wait_for_parameters() first.",
+        "Parameters wait for themselves when torch's functions are given them. Whoever reads their "
+        "memory around these (C++ code, a view that was kept since before the step) calls "
+        "wait_for_parameters() first.",
         _on_their_way,
         cost="poison_early_reads=True shows reads that come too early",
     ),

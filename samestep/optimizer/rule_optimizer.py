@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from math import isinf
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -42,6 +43,7 @@ from samestep.optimizer.step import StepRunner
 from samestep.placements.local import plain
 from samestep.placements.whole.gathering import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
+from samestep.rules import checks
 from samestep.rules.state import State
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._steps = steps
         self._constructed = False
+        self._clipped = False  # by hand, since the last step
         self._rule_options = rule_options
         self._in_flight = ParametersInFlight()
         self.holdings = Holdings(
@@ -264,9 +267,9 @@ class RuleOptimizer(torch.optim.Optimizer):
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.
 
-        Before reading or changing parameters between a step and the next forward, where
-        `overlap_param_gather` is on; modules, `model.state_dict()` and `model.load_state_dict()`
-        wait by themselves. Not collective.
+        Where `overlap_param_gather` is on. Whoever reads or changes a parameter waits for it
+        without this call; C++ code that is given a parameter, and whoever has kept a view of its
+        memory (`param.data`) since before the step, do not. Not collective.
         """
         if self._in_flight.arrivals:
             self._in_flight.wait_for_all()
@@ -345,14 +348,48 @@ class RuleOptimizer(torch.optim.Optimizer):
         assert self._runner.grad_norm is not None
         return self._runner.grad_norm.isfinite()
 
-    def _run_step(self, inverse_scale: Tensor | None = None) -> None:
-        holds = self.holdings
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Multiply gradients before the step so that their joint norm is at most `max_norm`.
+
+        In place of torch.nn.utils.clip_grad_norm_, after the last backward of a step: gradients are
+        averaged over ranks first, where they are averaged here, and the norm is that of the whole
+        model. Gives the norm before, (), which nobody has waited for; math.inf changes nothing. As
+        torch's it does not ask whether gradients are finite. Collective.
+        """
+        if isinstance(max_norm, Tensor):
+            max_norm = float(max_norm)
+        checks.limit("max_norm", max_norm)
+        limit = self._steps.max_grad_norm
+        if limit is not None and not isinf(limit):
+            raise ValueError(
+                f"gradients would be clipped twice, by max_grad_norm={limit:g} in every step and "
+                f"by clip_grad_norm_({max_norm:g}): leave one of them out. max_grad_norm=math.inf "
+                "only skips steps whose gradients are not finite"
+            )
+        self._prepare_step()
+        with on_device_of(self.param_groups[0]["params"][0]):
+            problem = self._adoption.problem(self.param_groups, self.state)
+            norm = self._runner.clip(self.param_groups, self.state, max_norm, problem)
+        self._clipped = True
+        return norm
+
+    def _prepare_step(self) -> None:
         if not self.param_groups:
-            holds.check_list(self.param_groups)
-        if holds.is_deferred:
-            holds.settle(self.param_groups, self.state)
+            self.holdings.check_list(self.param_groups)
+        if self.holdings.is_deferred:
+            self.holdings.settle(self.param_groups, self.state)
         self.wait_for_parameters()
         self._runner.bring_state_home()
+
+    def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+        if self._clipped and inverse_scale is not None:
+            raise RuntimeError(
+                "clip_grad_norm_ was called before a GradScaler had its scale taken out of the "
+                "gradients, which happens in the step: pass max_grad_norm= to the optimizer"
+            )
+        self._clipped = False
+        self._prepare_step()
         if self._saved.is_known:
             self._saved.changes()
         with (
@@ -409,6 +446,18 @@ class RuleOptimizer(torch.optim.Optimizer):
             all ranks, where `update_rms=True`. NaN for a group without gradients.
         """
         return self._runner.metrics(len(self.param_groups))
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those that were reduced already: they do not count in the step.
+
+        As `model.zero_grad()` does. Where gradients were reduced (inside backward, or by
+        `synchronize()`), all ranks drop them, or the step raises on every rank. Not collective.
+        """
+        if not set_to_none:
+            for placement in self.holdings.placed:
+                placement.drop_reduced()
+        super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -605,6 +654,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if distribution is not None:  # a copy; when loading, torch passes only state and groups
             self._constructed = True
+            self._clipped = False
             self._in_flight = ParametersInFlight()
             self.holdings = Holdings(
                 distribution, self._steps, self._in_flight, owner=type(self).__name__, alone=True

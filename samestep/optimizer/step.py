@@ -1,7 +1,7 @@
 """The step of every optimizer here: presence -> reduce -> check, clip -> rule -> gather."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -28,12 +28,14 @@ from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.plan.schedule import (
     Agree,
+    Average,
     Clip,
     Measure,
     OfBucket,
     OfChunk,
     OfWindow,
     Operation,
+    Reduce,
     Schedule,
     Update,
     line_of,
@@ -130,10 +132,27 @@ class StepRunner:
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
         if inverse_scale is not None:
             self._holds.refuse_norm_of_a_part("the scale of a GradScaler")
+        self._inverse_scale = inverse_scale
+        with self._begun(groups, state, problem):
+            recorded = self._recording()
+            self._execute() if recorded is None else self._execute_recorded(recorded)
+        for placement in self._placements:
+            placement.finish_step()
+        if self.staging is not None:  # whoever reads state from now on finds it
+            self.staging.finish()
+
+    @contextmanager
+    def _begun(
+        self,
+        groups: Sequence[Group],
+        state: Mapping[Tensor, State],
+        problem: Problem | None,
+        call: str | None = None,
+    ) -> Iterator[None]:
+        """Operations of a step run inside; if they fail, all gradients are forgotten."""
         self._groups = groups
         self._placements = placements = self._holds.placements
         self._device: torch.device = groups[0]["params"][0].device
-        self._inverse_scale = inverse_scale
         self._verdict = Verdict()
         self._sizes = UpdateSizes(len(groups)) if self._options.update_rms else None
         self._have_staging()
@@ -141,9 +160,8 @@ class StepRunner:
             placement.staging = self.staging
             placement.begin_step(state, problem)
         try:
-            self._begin_agreement(problem)
-            recorded = self._recording()
-            self._execute() if recorded is None else self._execute_recorded(recorded)
+            self._begin_agreement(problem, call)
+            yield
         except CollectiveError:
             # Ranks are gone: there is nobody to start afresh with, and a device may wait for them.
             raise
@@ -153,10 +171,33 @@ class StepRunner:
             for placement in placements:
                 placement.abandon_step()
             raise
-        for placement in placements:
-            placement.finish_step()
-        if self.staging is not None:  # whoever reads state from now on finds it
-            self.staging.finish()
+
+    def clip(
+        self,
+        groups: Sequence[Group],
+        state: Mapping[Tensor, State],
+        max_norm: float,
+        problem: Problem | None = None,
+    ) -> Tensor:
+        """Average gradients before the step, and clip them; gives their joint norm before, ()."""
+        self._holds.refuse_norm_of_a_part("clip_grad_norm_()")
+        self._inverse_scale = None
+        with self._begun(groups, state, problem, f"clip_grad_norm_({max_norm!r})"):
+            for placement in self._placements:
+                placement.begin_look()
+            schedule = self._schedule(clip=True)
+            begun = [each for each in schedule if isinstance(each, Reduce | Agree | Average)]
+            self._run_operations(begun)
+            square = self._square_of_norm()
+            if square is None:
+                square = torch.zeros((), dtype=torch.float64, device=self._device)
+            norm = square.sqrt()
+            factor = clip_factor(norm, max_norm)
+            for placement in self._placements:
+                placement.scale_gradients(factor)
+        for placement in self._placements:
+            placement.end_look()
+        return norm
 
     def bring_state_home(self) -> None:
         """What a step has left on its way whose ranks were gone: before state is touched again."""
@@ -189,6 +230,9 @@ class StepRunner:
         schedule = self._schedule()
         if self.staging is not None:
             self.staging.make_room(_staging_bytes(schedule))
+        self._run_operations(schedule)
+
+    def _run_operations(self, schedule: Sequence[Operation]) -> None:
         execute(
             schedule,
             {
@@ -220,11 +264,11 @@ class StepRunner:
             local.known, maths, scaled, has_norm, self._kernel_plans, all_operations
         )
 
-    def _schedule(self) -> Schedule:
+    def _schedule(self, *, clip: bool = False) -> Schedule:
         return _step_schedule(
             tuple(placement.shape for placement in self._placements),
             waves=self._holds.distribution.waves,
-            clip=self._needs_norm(self._inverse_scale is not None),
+            clip=clip or self._needs_norm(self._inverse_scale is not None),
             measure=self._sizes is not None,
             chunks_ahead=self._holds.distribution.chunks_ahead,
         )
@@ -233,7 +277,7 @@ class StepRunner:
         """The operations of a step in order, as text, once there was one."""
         return tuple(map(line_of, self._schedule())) if self._placements else ()
 
-    def _begin_agreement(self, problem: Problem | None) -> None:
+    def _begin_agreement(self, problem: Problem | None, call: str | None) -> None:
         """What this rank is about to do, for the ranks that it agrees with."""
         self._problem = problem
         self._found: Exception | None = None  # by the ranks of a placement, in this step
@@ -242,7 +286,8 @@ class StepRunner:
         read = self._holds.checks.hyperparameters.read
         for number in agreeing if problem is None else ():
             own = self._placements[number]
-            own.intent = read(self._groups, own.group_indices, self._inverse_scale)
+            intent = read(self._groups, own.group_indices, self._inverse_scale)
+            own.intent = intent if call is None else intent.of_call(call)
         if not agreeing:
             self._hear_others()
 
@@ -521,7 +566,7 @@ def _new_recorded_step(*, asked_for: bool) -> "RecordedStep":
     return RecordedStep(asked_for=asked_for)
 
 
-def execute(schedule: Schedule, handlers: Handlers) -> None:
+def execute(schedule: Sequence[Operation], handlers: Handlers) -> None:
     """Run the operations one after the other; what they start may go on in the background."""
     for kind, alike in groupby(schedule, type):  # one range for neighbours
         handle = handlers[kind]

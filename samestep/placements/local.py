@@ -116,6 +116,10 @@ class LocalParameters(Placement):
                     found.append((held.number, operand))
         return found
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        for grad in self.gradients():
+            grad.mul_(factor.to(grad))
+
     def gradients(self) -> list[Tensor]:
         """Whole ones: no sum over them needs their blocks."""
         grads = [param.grad for group in self.known for param in group.params]

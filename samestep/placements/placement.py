@@ -10,7 +10,7 @@ from torch import Tensor
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Intent, Problem
 from samestep.groups.param_groups import Group
-from samestep.layout.boxes import HeldState, whole_box
+from samestep.layout.boxes import HeldState, local_of, whole_box
 from samestep.placements.windows import Unit, WindowPart, Windows
 from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, Stage, WindowId
 from samestep.plan.sharding import ParamSpec
@@ -137,6 +137,18 @@ class Placement:
     def drop_gradients(self, number: int) -> None:
         """Free the averaged gradients of a bucket: it is updated."""
 
+    def begin_look(self) -> None:
+        """Gradients are averaged to be looked at, and averaged again in the step."""
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients that the step will average, or take as they are."""
+        for param in self.params:
+            if param.grad is not None:
+                local_of(param.grad).mul_(factor.to(param.grad))
+
+    def end_look(self) -> None:
+        """Gradients were looked at: from here on as if backward had reduced them."""
+
     def present(self) -> Iterable[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
         raise NotImplementedError
@@ -160,6 +172,9 @@ class Placement:
 
     def keep_sums(self) -> None:
         """Wait for them, keep this rank's part, and begin a new round."""
+
+    def drop_reduced(self) -> None:
+        """Gradients are about to be zeroed where they are: what was reduced of them is void."""
 
     # --- agreement with other ranks -----------------------------------------------------------
 

@@ -292,6 +292,14 @@ class ShardedParameters(Placement):
         self.parts.sums = combine_gradients(self.params, nothing)
         self.parts.present = present
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        for param, summed in self.parts.sums.items():  # the others have the same from now on
+            param.grad = summed
+        super().scale_gradients(factor)
+
+    def end_look(self) -> None:
+        self.finish_step()
+
     def _is_whole_along(self, index: int, axis: int) -> bool:
         """Whether there is a gradient here, also of zeros, of which ranks have no summands."""
         grad = self.params[index].grad

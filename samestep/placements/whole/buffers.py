@@ -1,6 +1,6 @@
 """Where the gradients of a bucket lie when it is reduced; parameters end to end in buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import reduce
 
 import torch
@@ -41,13 +41,16 @@ class PackedGradients:
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient."""
 
-    def packed(self, number: int, *, zeros: bool) -> Tensor:
-        """The local gradients of a bucket, segment after segment; zeros where there is none."""
+    def packed(self, number: int, *, without: Container[int] = ()) -> Tensor:
+        """The local gradients of a bucket, segment after segment; zeros where there is none.
+
+        without: parameters whose gradients stay where they are; zeros go in their place.
+        """
         dtype = self._reduce_dtype or self._dtypes[number]
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=self._devices[number])
         for index, place, elements in self._runs[number]:
-            grad = self._dense(index)
-            if grad is None or zeros:
+            grad = None if index in without else self._dense(index)
+            if grad is None:
                 buffer[place].zero_()
             else:
                 buffer[place].copy_(grad.reshape(-1)[elements])
@@ -117,13 +120,14 @@ class FlatGradients(PackedGradients):
             view.copy_(grad)
             self._held.put_gradient(index, view)
 
-    def packed(self, number: int, *, zeros: bool) -> Tensor:
+    def packed(self, number: int, *, without: Container[int] = ()) -> Tensor:
         """The buffer of a bucket, with the gradients that are not in their places yet."""
         for index in self._members[number]:
             place = self._places[index]
             assert place is not None
-            view, grad = self._view(index, place), self._dense(index)
-            if grad is None or zeros:
+            view = self._view(index, place)
+            grad = None if index in without else self._dense(index)
+            if grad is None:
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)

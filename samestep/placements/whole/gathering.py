@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import RankGroup
+from samestep.placements.whole.awaited import mark, unmark
 from samestep.placements.whole.buffers import FlatParameters
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.plan.sharding import Bucket, Piece, Segment, ShardingPlan
@@ -127,7 +128,9 @@ class ParametersInFlight:
 
     def add(self, params: Iterable[Tensor], arrive: Callable[[], None]) -> None:
         """These are on their way until `arrive` was called; calling it again does nothing."""
-        self.arrivals.update(dict.fromkeys(params, arrive))
+        for param in params:
+            self.arrivals[param] = arrive
+            mark(param, partial(self.wait_for, (param,)))
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
         """Return when these have arrived."""
@@ -136,6 +139,7 @@ class ParametersInFlight:
                 arrive = self.arrivals.pop(param, None)
                 if arrive is not None:
                     arrive()
+                    unmark(param)
 
     def wait_for_all(self) -> None:
         """Return when nothing is on its way."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, changed_parameter
 from samestep.layout.boxes import cut_as, mesh_of
+from samestep.placements.whole.reduced_gradient import ReducedGradient
 from samestep.plan.sharding import Piece
 
 REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies
@@ -75,9 +76,12 @@ class HeldTensors:
             dtensor._local_tensor = view
 
     def gradient(self, index: int) -> Tensor | None:
-        """What `.grad` has here, detached; it may be a summand of those of a mesh."""
+        """What `.grad` has here, detached; it may be a summand of those of a mesh.
+
+        None also where a gradient was reduced and given back.
+        """
         grad: Any = self.params[index].grad
-        if grad is None:
+        if grad is None or type(grad) is ReducedGradient:
             return None
         dtensor = self._dtensors[index]
         if dtensor is None:
@@ -87,6 +91,11 @@ class HeldTensors:
             self._cut_gradient(index)
             held = _held_of(self.params[index].grad)
         return held.detach()
+
+    def has_gradient(self, index: int) -> bool:
+        """Whether there is one to read here."""
+        grad = self.params[index].grad
+        return grad is not None and type(grad) is not ReducedGradient
 
     @torch.no_grad()
     def _cut_gradient(self, index: int) -> None:
@@ -105,7 +114,7 @@ class HeldTensors:
             return
         from samestep.placements.parts.gradients import placed  # DTensors take long to import
 
-        like: Any = self._dtensors[index] if param.grad is None else param.grad
+        like: Any = param.grad if self.has_gradient(index) else self._dtensors[index]
         param.grad = placed(local, like, like.placements)
 
     def kinds_along_axes(self, index: int) -> tuple[int, ...]:
@@ -114,8 +123,8 @@ class HeldTensors:
         Raises:
             ValueError: It is placed in another way than its parameter.
         """
-        dtensor, grad = self._dtensors[index], self.params[index].grad
-        if dtensor is None or grad is None:
+        dtensor = self._dtensors[index]
+        if dtensor is None or not self.has_gradient(index):
             return ()
         self._cut_gradient(index)
         found = getattr(self.params[index].grad, "placements", None)

@@ -4,10 +4,15 @@ A *round* is what one reduction covers: the gradients since the last one. With o
 is reduced inside backward once all its gradients have arrived and every bucket before it was
 launched; what never came is launched as zeros when the round ends. So all ranks launch the same
 buckets in the same order, whatever order autograd has and whatever it leaves out.
+
+A gradient that was reduced counts as long as `.grad` is what it was then, or what stands there in
+its place. Where it is gone (`zero_grad()`, `.grad = None`), this rank's part of the sum is void.
+The round is finished all the same, since others may be in it; all ranks hear of it when they agree
+on presence or in `synchronize()`, void the sum, and reduce what has come since in one more round.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,12 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.comm.collectives import Pending, add_up, gather_segments
 from samestep.comm.groups import GroupReduction, RankGroup
-from samestep.comm.presence import Problem
+from samestep.comm.presence import Drops, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.pipelines import PipelineStages
-from samestep.placements.whole.buffers import FlatGradients, PackedGradients
+from samestep.placements.whole.buffers import FlatGradients, PackedGradients, gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, HeldTensors
 from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.placements.whole.reduced_gradient import ReducedGradient
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (
     BucketPolicy,
@@ -109,8 +115,13 @@ class GradientReducer:
         self._hooked: set[int] = set()
         self._unannounced: set[Tensor] | None = None  # see `unannounced`
         self.paused = False
+        self.is_looked_at = False  # what `take` gives is taken once more
         self.problem: Problem | None = None
         self.here = [False] * len(params)
+        # What `.grad` is while the sums have a gradient of this rank that counts, by parameter.
+        self._counted: dict[int, Tensor] = {}
+        self._dropped: set[int] = set()  # the sums have one that does not count any more
+        self._in_places: dict[int, ReducedGradient] = {}
         # Of DTensors: what gradients were along the axes of their mesh, once there was one.
         self.kinds: list[tuple[int, ...]] = [()] * len(params)
         self._begin_round()
@@ -122,6 +133,8 @@ class GradientReducer:
         self._order.restart()
         self._taken: dict[int, tuple[int, int] | None] = {}  # gradients packed in this round
         self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
+        self._ended = False  # no gradient comes any more
+        self._again: set[int] | None = None  # in a round after a drop: the only ones that travel
         if self._listens:
             self._hook_trainable()
 
@@ -148,18 +161,23 @@ class GradientReducer:
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
-        self._gradients.arrived(index)
+        is_sent = self._first_bucket[index] < self.launched
+        # With create_graph autograd adds by making a new tensor: as if the old one were dropped.
+        if not (is_sent and torch.is_grad_enabled()):
+            self._look_for_drops([index])
+        if index not in self._dropped:  # or its place has what was sent
+            self._gradients.arrived(index)
+            if index in self._counted and not is_sent:
+                self._counted[index] = self._gradient_of(index)
         if not self._distribution.overlap_grad_reduce:
             return
         self._order.gradient_arrived()
         if self.paused or not self._is_last(self._params[index]):
             return
-        if self._first_bucket[index] < self.launched:
-            raise RuntimeError(
-                f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
-                "bucket was reduced: run all backward passes of a step but the last inside "
-                "no_sync(), or call synchronize() after each"
-            )
+        if is_sent:
+            if index in self._dropped:
+                return  # it goes in the next round
+            raise self._came_late(index)
         awaited = self._await()
         for number in self._buckets_of(index):
             awaited[number].discard(index)
@@ -180,9 +198,25 @@ class GradientReducer:
             self._unannounced = PipelineStages(self._params).silent()
         return self._unannounced
 
+    def _came_late(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
+            "bucket was reduced: run all backward passes of a step but the last inside "
+            "no_sync(), or call synchronize() after each (and clip_grad_norm_() after the last)"
+        )
+
     def is_complete(self, bucket: int) -> bool:
-        """Whether every gradient of a bucket that backward may give has arrived."""
-        return not self._await()[bucket]
+        """Whether every gradient of a bucket that backward may give has arrived, and is there.
+
+        One that has arrived is gone if a backward pass broke off and its gradients were dropped.
+        """
+        if self._await()[bucket]:
+            return False
+        return all(
+            self._held.has_gradient(index)
+            for index in self._members[bucket]
+            if index in self._trainable
+        )
 
     def _await(self) -> list[set[int]]:
         """What each bucket waits for, looked up when a round's first gradient has arrived.
@@ -190,7 +224,7 @@ class GradientReducer:
         Not sooner: parameters may be frozen and unfrozen between steps.
         """
         if self._awaited is None:
-            trainable = self._hook_trainable()
+            self._trainable = trainable = self._hook_trainable()
             self._awaited = [trainable.intersection(members) for members in self._members]
         return self._awaited
 
@@ -208,13 +242,17 @@ class GradientReducer:
         number = self.launched
         self._advance()
         transfer = self._transfers[number].reduce
-        self._look_at_placements(self._members[number])
+        members = self._members[number]
+        self._look_for_drops(members)
+        self._look_at_placements(members)
         buffer = self._packed(number)
         if self._divides[number]:
             buffer = self._gradients.divided(number, buffer, self._headroom)
             self._divided.add(number)
         self.launched += 1
-        for index in self._members[number]:
+        for index in members:
+            if self._travels(index):
+                self._counted[index] = self._gradient_of(index)
             if self._last_bucket[index] == number:
                 self._take(index)
         self._flying[number] = add_up(transfer, buffer, self._group, reuse=self._reuses)
@@ -244,11 +282,102 @@ class GradientReducer:
             else:
                 self.kinds[index] = kinds or self.kinds[index]
 
+    def _travels(self, index: int) -> bool:
+        """Whether this rank has a gradient to send in this round."""
+        held_back = index in self._dropped if self._again is None else index not in self._again
+        return not held_back and self._held.has_gradient(index)
+
+    def _gradient_of(self, index: int) -> Tensor:
+        grad = self._params[index].grad
+        assert grad is not None
+        return grad
+
     def _take(self, index: int) -> None:
-        self.here[index] |= self._params[index].grad is not None
-        if self._frees and self.problem is None:  # or only zeros were sent
-            self._params[index].grad = None
+        """A gradient is all sent, or there was none."""
+        if self._travels(index):
+            self.here[index] = True
+            if self._frees and self.problem is None:  # or only zeros were sent
+                self._give_back(index)
         self._taken[index] = self._seen(index)
+
+    def _give_back(self, index: int) -> None:
+        """Nobody keeps a gradient that was sent; inside a step nobody looks for it either."""
+        if self._ended:
+            self._params[index].grad = None
+            self._counted.pop(index, None)
+        else:
+            self._params[index].grad = self._counted[index] = self._in_place_of(index)
+
+    def _in_place_of(self, index: int) -> ReducedGradient:
+        found = self._in_places.get(index)
+        if found is None:
+            reducer, param = weakref.ref(self), self._params[index]
+
+            def accumulates(grad: Tensor) -> None:
+                alive = reducer()
+                if alive is not None:
+                    alive._goes_on_with(index, grad)
+
+            found = ReducedGradient(param, gradient_dtype(param), self._name(index), accumulates)
+            self._in_places[index] = found
+        return found
+
+    def _goes_on_with(self, index: int, grad: Tensor) -> None:
+        """Backward adds to what was reduced, which it may do once the round is over."""
+        if self._first_bucket[index] < self.launched:
+            raise self._came_late(index)
+        self._counted[index] = grad
+
+    # --- gradients that were dropped -----------------------------------------------------------
+
+    def _look_for_drops(self, indices: Iterable[int]) -> None:
+        """See whose gradients are in the sums, and not in `.grad` any more."""
+        for index in indices:
+            counted = self._counted.get(index)
+            if counted is not None and self._params[index].grad is not counted:
+                self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        del self._counted[index]
+        self._dropped.add(index)
+        self.here[index] = False
+
+    def drop_all(self) -> None:
+        """Somebody zeroes all gradients: what was reduced of them does not count any more."""
+        for index, counted in list(self._counted.items()):
+            self._drop(index)
+            if self._params[index].grad is counted and type(counted) is not ReducedGradient:
+                self._params[index].grad = counted.clone()  # it may lie where a sum will come
+
+    def drops(self) -> Drops:
+        """What this rank has to say of them."""
+        everything = range(len(self._params))
+        return Drops(
+            dropped=[index in self._dropped for index in everything],
+            counted=[index in self._counted for index in everything],
+            again=self.launched > 0 and any(map(self._held.has_gradient, self._dropped)),
+        )
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether the sums have a gradient of this rank that does not count any more."""
+        return bool(self._dropped)
+
+    def void(self, indices: Iterable[int], *, again: bool) -> None:
+        """What was reduced of these parameters so far is dropped, on every rank.
+
+        again: what has come since is reduced in one more round of this step, and nothing else.
+        """
+        self._land_all()
+        for index in indices:
+            for kept, place, _ in self._kept_of(index):
+                kept[place] = 0
+        dropped, self._dropped = self._dropped, set()
+        if again:
+            self._set_sums_aside()
+            self._begin_round()
+            self._ended, self._again = True, dropped
+            self.launch_through(len(self._plan.buckets) - 1)
 
     def is_whole_along(self, index: int, axis: int) -> bool:
         """Whether there was a gradient on this rank, and of a DTensor no summand along an axis."""
@@ -257,8 +386,8 @@ class GradientReducer:
 
     def only_here(self) -> str | None:
         """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""
-        for index, (here, param) in enumerate(zip(self.here, self._params, strict=True)):
-            if here and param.grad is None:
+        for index, here in enumerate(self.here):
+            if here and not self._held.has_gradient(index):
                 return self._name(index)
         return None
 
@@ -268,10 +397,18 @@ class GradientReducer:
         return None if grad is None else (grad.data_ptr(), grad._version)
 
     def _packed(self, number: int) -> Tensor:
-        buffer = self._gradients.packed(number, zeros=self.problem is not None)
+        buffer = self._gradients.packed(number, without=self._without())
         if self._distribution.check_gradients and not buffer.isfinite().all():
             self._report_not_finite(self._plan.buckets[number], buffer)
         return buffer
+
+    def _without(self) -> Container[int]:
+        """Parameters of which zeros travel, whatever is in `.grad`."""
+        if self.problem is not None:
+            return range(len(self._params))
+        if self._again is None:
+            return self._dropped
+        return set(range(len(self._params))) - self._again
 
     def _report_not_finite(self, bucket: Bucket, buffer: Tensor) -> None:
         """Remember the culprit, and send zeros in place of the bucket."""
@@ -292,13 +429,15 @@ class GradientReducer:
 
     def end_round(self, problem: Problem | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
+        self._look_for_drops(list(self._counted))
         self._look_at_placements(i for i in range(len(self._params)) if i not in self._taken)
         self.problem = self.problem or problem or self._rival() or self._changed_gradient()
+        self._ended = True
         for index, last in enumerate(self._last_bucket):
             if last < 0:
                 self._take(index)
-            elif index not in self._taken:
-                self.here[index] |= self._params[index].grad is not None
+            elif index not in self._taken or index in self._dropped:
+                self.here[index] |= self._held.has_gradient(index)
 
     def _rival(self) -> Problem | None:
         """Another optimizer that launches inside the same backward, in no common order."""
@@ -316,21 +455,28 @@ class GradientReducer:
         return Problem(RuntimeError(message))
 
     def _changed_gradient(self) -> Problem | None:
-        """A gradient that was set, edited or dropped after it was packed would count in silence.
-
-        Where full gradients are given back once they are reduced, nobody can drop one.
-        """
+        """A gradient that was edited after it was packed would count in silence."""
+        for index, param in enumerate(self._params):
+            if type(param.grad) is ReducedGradient and index not in self._counted:
+                message = (
+                    f"the gradient of {self._name(index)!r} on rank {self._rank} was reduced for "
+                    "another step or by another optimizer, and is not there any more: call "
+                    "zero_grad() and backward() anew"
+                )
+                return Problem(RuntimeError(message), index)
         for index, taken in self._taken.items():
-            found = self._seen(index)
-            if found == taken:
+            if index not in self._counted or self._seen(index) == taken:
                 continue
-            done, way = "changed", "use max_grad_norm to clip, or "
-            if found is None:
-                done, way = "dropped", "freeze the parameter before backward, or "
+            found = self._held.gradient(index)
+            if found is not None and not found.any():  # zeroed, as by the model's zero_grad()
+                self._drop(index)
+                self.here[index] = True
+                continue
             message = (
-                f"the gradient of {self._name(index)!r} was {done} on rank {self._rank} after it "
-                f"was reduced inside backward: {way}build the optimizer with "
-                "overlap_grad_reduce=False to edit gradients"
+                f"the gradient of {self._name(index)!r} was changed on rank {self._rank} after it "
+                "was reduced inside backward: call opt.clip_grad_norm_(max_norm) or pass "
+                "max_grad_norm= to clip, or build the optimizer with overlap_grad_reduce=False to "
+                "edit gradients"
             )
             return Problem(RuntimeError(message), index)
         return None
@@ -338,19 +484,32 @@ class GradientReducer:
     def accumulate(self) -> None:
         """Finish a round of which all is launched: keep the sums, free the gradients."""
         self._land_all()
+        self._set_sums_aside()
+        for index in self._counted:
+            self._params[index].grad = None
+        self.show_as_reduced()
+        self._begin_round()
+
+    def _set_sums_aside(self) -> None:
         for number, kept in enumerate(self._sums):
             if kept is not None:
                 self._sums[number] = self._gradients.set_aside(kept)
-        for index in self._taken:
-            self._params[index].grad = None
-        self._begin_round()
+
+    def show_as_reduced(self) -> None:
+        """Where gradients were sent and are not in `.grad` any more, it says so."""
+        for index, here in enumerate(self.here):
+            if here and not self._held.has_gradient(index):
+                self._params[index].grad = self._counted[index] = self._in_place_of(index)
 
     def take(self, number: int) -> Tensor:
         """Wait for a bucket and give the mean of this rank's segment, in fp32 or wider."""
         self._land(number)
         result = self._sums[number]
         assert result is not None
-        self._sums[number] = None
+        if self.is_looked_at:
+            result = result.clone()
+        else:
+            self._sums[number] = None
         transfers = self._transfers[number]
         if transfers.sums is not None:
             # Not sooner: ranks wait for their reductions at different times, and collectives
@@ -398,9 +557,17 @@ class GradientReducer:
     def set_mean_of(self, index: int, mean: Tensor) -> None:
         """Put a mean in place of that of the rounds so far, in this rank's part."""
         share = self._divisor / (1 if self.outer is None else self.outer.size)
+        for kept, place, elements in self._kept_of(index):
+            kept[place] = mean[elements] * share
+        self.here[index] = True
+        self.show_as_reduced()
+
+    def _kept_of(self, index: int) -> Iterator[tuple[Tensor, slice, slice]]:
+        """This rank's sums of a parameter: where they lie, and which of its elements they are."""
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
-            assert kept is not None
+            if kept is None:
+                continue
             sizes = self._transfers[number].reduce.sizes  # None: every rank has all sums
             first = 0 if sizes is None else sum(sizes[: self._group.rank])
             for piece, place in bucket.places():
@@ -408,8 +575,14 @@ class GradientReducer:
                     start = max(place, first)
                     stop = min(place + piece.size, first + kept.numel())
                     if start < stop:
-                        part = mean[piece.start + start - place : piece.start + stop - place]
-                        kept[start - first : stop - first] = part * share
+                        elements = slice(piece.start + start - place, piece.start + stop - place)
+                        yield kept, slice(start - first, stop - first), elements
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply what was reduced so far."""
+        for kept in self._sums:
+            if kept is not None:
+                kept.mul_(factor.to(kept))
 
     def _buckets_of(self, index: int) -> range:
         return range(self._first_bucket[index], self._last_bucket[index] + 1)
@@ -420,6 +593,11 @@ class GradientReducer:
         self.begin_step()
 
     def begin_step(self) -> None:
+        for index, counted in self._counted.items():
+            if type(counted) is ReducedGradient and self._params[index].grad is counted:
+                self._params[index].grad = None
+        self._counted.clear()
+        self._dropped.clear()
         self._gradients.end_step()
         self.here = [False] * len(self._params)
         self._begin_round()

@@ -328,7 +328,6 @@ class ReplicatedParameters(Placement):
             part = self.mesh.part(index, whole)
             whole = self.mesh.as_summand(index, part, self.reducer.kinds[index])
         self.reducer.set_mean_of(index, whole.reshape(-1))
-        self.reducer.here[index] = True
 
     # --- the step, operation by operation ------------------------------------------------
 
@@ -383,6 +382,7 @@ class ReplicatedParameters(Placement):
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
         self._grads.clear()
+        self.reducer.is_looked_at = False
         self.reducer.abandon()
         self.problem = None
         self._end_of_blocks()
@@ -406,7 +406,28 @@ class ReplicatedParameters(Placement):
     def keep_sums(self) -> None:
         """Wait for them, keep this rank's part, and begin a new round."""
         if self.distribution.grads == "local":
+            if self._presence.look_for_drops(self.reducer.has_dropped):
+                self._void_dropped()
             self.reducer.accumulate()
+
+    def drop_reduced(self) -> None:
+        self.reducer.drop_all()
+
+    def begin_look(self) -> None:
+        self.reducer.is_looked_at = True
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        if self.distribution.grads == "local":
+            self.reducer.scale(factor)
+        else:
+            super().scale_gradients(factor)
+
+    def end_look(self) -> None:
+        self._grads.clear()
+        self._end_of_blocks()
+        self.reducer.is_looked_at = False
+        if self.distribution.grads == "local":
+            self.reducer.show_as_reduced()
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Reduce, average, gather and place: one bucket."""
@@ -430,12 +451,22 @@ class ReplicatedParameters(Placement):
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
         whole = self.reducer.is_whole_along
-        self._present = self._presence.agree(self.reducer.here, problem, self.intent, met, whole)
+        dropped = self.reducer.has_dropped
+        self._present = self._presence.agree(
+            self.reducer.here, problem, self.intent, met, whole, dropped=dropped
+        )
+        if self._presence.dropped:
+            self._void_dropped()
         if overlaps:
             self._order.told(self._presence.flagged)
         if self.mesh is not None:
             self._agree_on_kinds(self.mesh)
             self.mesh.blocks.set_present(self._present)
+
+    def _void_dropped(self) -> None:
+        """All ranks forget what was reduced of gradients that were dropped since."""
+        void, again = self._presence.agree_on_drops(self.reducer.drops())
+        self.reducer.void(void, again=again)
 
     def _agree_on_kinds(self, mesh: "MeshParts") -> None:
         """What gradients are along the mesh, until it is known of all; then nobody waits."""

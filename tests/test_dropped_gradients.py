@@ -283,6 +283,10 @@ READS = {
     "added to": lambda p: p.grad.add_(torch.ones_like(p)),
     "numpy": lambda p: p.grad.numpy(),
     "tolist": lambda p: p.grad.tolist(),
+    "item": lambda p: p.grad.item(),
+    "memory": lambda p: p.grad.untyped_storage(),
+    "address": lambda p: p.grad.data_ptr(),
+    "shared memory": lambda p: p.grad.share_memory_(),
     "torch's scaler": lambda p: torch._amp_foreach_non_finite_check_and_unscale_(
         [p.grad], torch.zeros(()), torch.ones(())
     ),
@@ -299,7 +303,6 @@ def test_nobody_computes_with_a_gradient_that_was_given_back():
             param = model.second.weight
             assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
             assert "second.weight" in repr(param.grad)
-            assert param.grad.data_ptr() == 0
             for name, read in READS.items():
                 try:
                     found[layout, name] = read(param)
@@ -321,12 +324,9 @@ def test_nobody_computes_with_a_gradient_that_was_given_back():
 
     for found in run_forked(2, job):
         for (layout, name), error in ((k, v) for k, v in found.items() if isinstance(k, tuple)):
-            if name in ("numpy", "tolist"):
-                assert error[0] in (RuntimeError, TypeError)
-            else:
-                assert error[0] is GradientIsReducedError, (layout, name, error)
-                assert "'second.weight'" in error[1]
-                assert "opt.clip_grad_norm_(max_norm)" in error[1]
+            assert error[0] is GradientIsReducedError, (layout, name, error)
+            assert "'second.weight'" in error[1]
+            assert "opt.clip_grad_norm_(max_norm)" in error[1]
 
 
 def test_a_rank_that_drops_alone_is_an_error_on_every_rank():

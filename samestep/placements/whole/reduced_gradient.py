@@ -71,14 +71,36 @@ class ReducedGradient(Tensor):
                     return grad
                 param.grad = grad
                 return first
-        raise GradientIsReducedError(
-            f"{func._schema.name.removeprefix('aten::')} on the gradient of {first._name!r}, which "
+        raise first._error(func._schema.name.removeprefix("aten::"))
+
+    def _error(self, what: str) -> GradientIsReducedError:
+        return GradientIsReducedError(
+            f"{what} on the gradient of {self._name!r}, which "
             "was reduced (averaged over ranks) and given back, so that no rank has it any more: to "
             "clip or to know the norm, call opt.clip_grad_norm_(max_norm) before step() in place "
             "of torch's clip_grad_norm_, or pass max_grad_norm= to the optimizer; "
             "opt.full_gradient(name) gives one gradient's mean; to read or edit gradients, build "
             "the optimizer with overlap_grad_reduce=False"
         )
+
+    def _refuse(what: str) -> Any:  # type: ignore[misc]  # noqa: N805 - in the class body alone
+        def refused(self: "ReducedGradient", *_: object, **__: object) -> Any:
+            raise self._error(what)
+
+        return refused
+
+    # Whoever asks for memory would find none, and C++ code does not look.
+    untyped_storage = _refuse("untyped_storage")
+    storage = _refuse("storage")
+    _typed_storage = _refuse("storage")
+    share_memory_ = _refuse("share_memory_")
+    data_ptr = _refuse("data_ptr")
+    numpy = _refuse("numpy")
+    tolist = _refuse("tolist")
+    item = _refuse("item")
+    __dlpack__ = _refuse("__dlpack__")
+    __array__ = _refuse("__array__")
+    del _refuse
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReducedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

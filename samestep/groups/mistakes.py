@@ -309,7 +309,9 @@ class GradientEdits:
     def _writes(self, index: int, address: int, version: int) -> int:
         """How often a gradient was written to since backward was done with it."""
         grad = self._params[index].grad
-        if grad is None or grad.layout != torch.strided or grad.data_ptr() != address:
+        if grad is None or grad.layout != torch.strided:
+            return 0
+        if Tensor.data_ptr(grad) != address:  # not grad's own: one that was reduced would refuse
             return 0
         return grad._version - version
 

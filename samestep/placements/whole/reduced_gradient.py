@@ -75,10 +75,10 @@ class ReducedGradient(Tensor):
 
     def _error(self, what: str) -> GradientIsReducedError:
         return GradientIsReducedError(
-            f"{what} on the gradient of {self._name!r}, which "
-            "was reduced (averaged over ranks) and given back, so that no rank has it any more: to "
-            "clip or to know the norm, call opt.clip_grad_norm_(max_norm) before step() in place "
-            "of torch's clip_grad_norm_, or pass max_grad_norm= to the optimizer; "
+            f"{what} on the gradient of {self._name!r}, which was reduced (averaged over ranks) "
+            "and given back, so that no rank has it any more: to clip or to know the norm, call "
+            "opt.clip_grad_norm_(max_norm) before step() in place of torch's clip_grad_norm_, or "
+            "pass max_grad_norm= to the optimizer; "
             "opt.full_gradient(name) gives one gradient's mean; to read or edit gradients, build "
             "the optimizer with overlap_grad_reduce=False"
         )

@@ -37,7 +37,7 @@ def on_the_page(message: object) -> bool:
 
 def test_the_page_quotes_what_tests_have_heard():
     """Each of these is asserted below: a message that is dropped leaves the page too."""
-    assert len(QUOTED) == 20
+    assert len(QUOTED) == 22
 
 
 def heard(action: Callable[[], object]) -> list[str]:
@@ -395,6 +395,29 @@ def test_clipping_what_was_reduced_inside_backward_is_an_error():
         return str(caught.value)
 
     assert on_the_page(run_forked(2, on_rank)[0])
+
+
+def test_clipping_what_was_given_back_is_an_error_on_every_rank():
+    def on_rank(rank: int) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            clipping(rank, overlap_grad_reduce=True)
+        return str(caught.value)
+
+    assert all(on_the_page(text) for text in run_forked(2, on_rank))
+
+
+def test_one_rank_that_drops_what_was_reduced_is_an_error_on_every_rank():
+    def on_rank(rank: int) -> str:
+        model = small_model()
+        opt = samestep.MuonAdamW(model, overlap_grad_reduce=True)
+        backward(model, rank)
+        if rank == 1:
+            opt.zero_grad()
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        return str(caught.value)
+
+    assert all(on_the_page(text) for text in run_forked(2, on_rank))
 
 
 def test_hooks_that_look_for_edits_are_gone_after_two_steps():

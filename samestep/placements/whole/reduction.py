@@ -281,6 +281,8 @@ class GradientReducer:
                 self.problem = self.problem or Problem(RuntimeError(message), index)
             else:
                 self.kinds[index] = kinds or self.kinds[index]
+            if index in self._counted:  # it may have been cut
+                self._counted[index] = self._gradient_of(index)
 
     def _travels(self, index: int) -> bool:
         """Whether this rank has a gradient to send in this round."""

@@ -573,6 +573,7 @@ def test_claims_of_metadata(tmp_path, ways):
         "has a str": lambda m: m.state_dict_metadata[key].chunks.append("text"),
         "str for dtype": lambda m: setattr(m.state_dict_metadata[key].properties, "dtype", "x"),
         "other things": lambda m: m.storage_data.update({"b": 7}),
+        "more bytes than": lambda m: m.storage_data.update({MetadataIndex("b"): place(m)}),
     }
     when_read = {
         "announced as (6, 4) torch.int32": lambda m: setattr(

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from samestep.mesh import Mesh
+from samestep.mesh.degrees import nearest_multiples
 from samestep.mesh.replicate_list import ReplicateList, ShardRule, cuts, shapes
 from samestep.parallel import data, replicas, router_losses, tensor
 from samestep.parallel.experts import TokenDispatch
@@ -53,6 +54,8 @@ def apply(
     _refuse_stale(before, plan, model)
     rules = shard_rules(model, plan)
     check_fused(model, plan, mesh.degrees.tp)
+    if mesh.degrees.tp > 1:
+        _refuse_experts_in_branches(model, plan)
     _check_sizes(model, plan, rules, mesh)
     replicas.require_same_values(model)
     whole = shapes(model)
@@ -108,8 +111,9 @@ def _check_sizes(model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], mes
     params = dict(model.named_parameters())
     stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
     fused = {name for name, _ in plan.named(model, "fused")}  # part by part, by check_fused
+    heads = {name for name, _ in plan.named(model, "head")}  # parts of any sizes
     for name, axis, dim, _ in rules:
-        if name.rpartition(".")[0] in fused:
+        if name.rpartition(".")[0] in fused | heads:
             continue
         by_model = degrees.expert_tp if name in stacks else degrees.tp
         ranks = degrees.ep if axis == "expert" else by_model
@@ -117,7 +121,21 @@ def _check_sizes(model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], mes
         if size % ranks:
             raise PlanError(
                 f"dim {dim} of {name!r} is {size}, which {ranks} ranks of the {axis} axis cannot "
-                "share evenly"
+                f"share evenly: take {' or '.join(map(str, nearest_multiples(ranks, size)))}, or "
+                f"a number of ranks that divides {size}. Rows of a head alone may be uneven"
+            )
+
+
+def _refuse_experts_in_branches(model: nn.Module, plan: Plan) -> None:
+    """Experts take the part of the stream that a rank has: inside of a branch it is whole."""
+    for name, module in plan.named(model, "branches"):
+        stacks = [stack for stack, _ in plan.stacks(model) if stack.startswith(f"{name}.")]
+        if stacks or any(isinstance(inner, TokenDispatch) for inner in module.modules()):
+            raise PlanError(
+                f"branches: {name!r} holds experts ({stacks[0] if stacks else 'a TokenDispatch'}), "
+                "which take the stream as each rank has it and send tokens themselves: leave it "
+                "out of branches, and name its router, and experts that all tokens share, in "
+                "on_stream"
             )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
+from samestep.mesh.degrees import nearest_multiples
 from samestep.parallel.recompute import once
 
 Experts = Callable[..., Tensor]
@@ -121,6 +122,13 @@ class TokenDispatch(nn.Module):
         """What this rank computes on; its gradients are parts of the whole."""
         _, same, model, given, wanted = self.places
         if model is not None:
+            if given.is_replicate() and not wanted.is_replicate() and len(tokens) % model.size():
+                sizes = " or ".join(map(str, nearest_multiples(model.size(), len(tokens))))
+                raise ValueError(
+                    f"experts that tensor parallel does not cut (expert_tensor_parallel=1) were "
+                    f"given {len(tokens)} tokens, which its {model.size()} ranks cannot share "
+                    f"evenly: take batches of {sizes} tokens, or leave expert_tensor_parallel out"
+                )
             tokens, weights, chosen = (
                 _moved(x, model, given, wanted) for x in (tokens, weights, chosen)
             )

@@ -16,6 +16,7 @@ from samestep.parallel.apply import apply
 from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline, evaluating
 from samestep.parallel.plan import Plan
 from samestep.parallel.stages import StagePlan
+from samestep.parallel.tensor import check_positions
 
 
 class Stack:
@@ -108,8 +109,15 @@ class Stack:
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward of this rank's rows; their mean loss, ()."""
         if self.pipeline is not None:
+            self._check_positions(inputs)
             return self.pipeline.step(inputs, targets)
         return explained("forward and backward", registry.of(), lambda: self._both(inputs, targets))
+
+    def _check_positions(self, inputs: Tensor) -> None:
+        """On every stage: the first alone would raise, and the others wait for it."""
+        degrees = self.mesh.degrees
+        if degrees.sequence_parallel and self.plan.embedding and inputs.dim() > 1:
+            check_positions(inputs.shape[1], degrees.tp, "the pipeline")
 
     def _both(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.loss(self.model(inputs), targets)
@@ -120,6 +128,7 @@ class Stack:
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of this rank's rows, (), in evaluation mode."""
         if self.pipeline is not None:
+            self._check_positions(inputs)
             return self.pipeline.evaluate(inputs, targets)
         with evaluating([self.model]):
             return self.loss(self.model(inputs), targets)

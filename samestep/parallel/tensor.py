@@ -1,6 +1,7 @@
 """Tensor and sequence parallel, through torch's `parallelize_module`."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.functional import pad
 
 from samestep.mesh import Mesh
+from samestep.mesh.degrees import nearest_multiples
 from samestep.parallel.fused import cut_fused
 from samestep.parallel.plan import Plan, PlanError
 from samestep.tooling.warn import some
@@ -47,20 +50,25 @@ class WholeInput(ParallelStyle):
 
 
 class Vocabulary(ColwiseParallel):
-    """A head that is cut by vocabulary, and whose logits are whole on every rank."""
+    """A head that is cut by vocabulary, and whose logits are whole on every rank.
+
+    The last ranks may have fewer entries than others, or none: nothing is padded but what travels.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        entries = next(module.parameters()).shape[0]
         super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda _, __, part: gathered(part, device_mesh))
+        module.register_forward_hook(lambda _, __, part: gathered(part, device_mesh, entries))
         return module
 
 
-def gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+def gathered(part: Tensor, mesh: DeviceMesh, length: int) -> Tensor:
     """The parts of all ranks side by side in the last dim; all ranks go on with the whole.
 
+    length: of the whole; the parts are as `torch.chunk` makes them.
     A tensor of its own: FSDP2 warns of a module that gives a view, which DTensor would.
     """
-    whole: Tensor = _Gathered.apply(part, mesh)  # type: ignore[no-untyped-call]
+    whole: Tensor = _Gathered.apply(part, mesh, length)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -68,17 +76,18 @@ class _Gathered(torch.autograd.Function):
     """Every rank knows the whole gradient, and keeps its part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        part = part.contiguous()
+    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, length: int) -> Tensor:
+        most = -(-length // mesh.size())
+        start = min(length, most * mesh.get_local_rank())
+        ctx.own = slice(start, start + part.shape[-1])
+        part = pad(part, (0, most - part.shape[-1])).contiguous()
         parts = [torch.empty_like(part) for _ in range(mesh.size())]
         dist.all_gather(parts, part, group=mesh.get_group())
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1)[..., :length].contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        own = grads[0].chunk(ctx.mesh.size(), dim=-1)[ctx.mesh.get_local_rank()]
-        return own.contiguous(), None
+        return grads[0][..., ctx.own].contiguous(), None, None
 
 
 class CopiedModule(ParallelStyle):
@@ -117,7 +126,28 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, int]:
         # All ranks have the same values, which was checked: nothing needs to be sent.
         parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
         hooks[name] = {WholeInput: 1, Vocabulary: 3}.get(type(style), 2)
+    if mesh.degrees.sequence_parallel:
+        for name, module in plan.named(model, "embedding"):
+            # Before torch's own hooks: what a module was given, not what they make of it.
+            module.register_forward_pre_hook(partial(_look_at_positions, name, axis), prepend=True)
+            hooks[name] += 1
     return hooks
+
+
+def _look_at_positions(name: str, axis: DeviceMesh, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if inputs and inputs[0].dim() > 1:
+        check_positions(inputs[0].shape[1], axis.size(), repr(name))
+
+
+def check_positions(positions: int, ranks: int, where: str) -> None:
+    """Raise unless the ranks of sequence parallel can share as many positions evenly."""
+    if positions % ranks:
+        sizes = " or ".join(map(str, nearest_multiples(ranks, positions)))
+        raise PlanError(
+            f"sequence parallel: {where} was given {positions} positions, which {ranks} ranks of "
+            f"tensor parallel cannot share evenly: take sequences of {sizes} (pad them, with "
+            "targets that the loss ignores), or leave sequence_parallel=True out"
+        )
 
 
 def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, ParallelStyle]]:

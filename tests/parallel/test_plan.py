@@ -62,19 +62,20 @@ def refusals(rank):
     dense, experts = gpt_plan(DENSE), gpt_plan(EXPERTS)
     hooked = GPT(DENSE)
     hooked.blocks[0].attention.register_forward_pre_hook(lambda *_: None)
+    odd = same(GPT, DENSE)
+    odd.blocks[0].mlp.up = nn.Linear(16, 33, bias=False)
     torch.manual_seed(rank)
     router = replace(
         experts,
         column=(*experts.column, "blocks.*.mlp.router"),
         on_stream=tuple(name for name in experts.on_stream if not name.endswith("router")),
     )
-    odd = GPTConfig(**{**SHAPE, "vocab_size": 33})
     attempts = {
         "seeds": (GPT(DENSE), dense),
         "hooks": (hooked, dense),
         "unnamed": (same(WithScale, DENSE), dense),
         "router": (same(GPT, EXPERTS), router),
-        "uneven": (same(GPT, odd), dense),
+        "uneven": (odd, dense),
         "nothing": (same(GPT, DENSE), Plan(blocks=("blocks.*",))),
     }
     found = {}
@@ -97,7 +98,8 @@ def test_what_cannot_be_applied():
         assert "blocks.0.attention has 1), which would run beside" in found["hooks"]
         assert "the plan says nothing about scale" in found["unnamed"]
         assert found["router"].startswith("ReplicateListError: 'blocks.0.mlp.router.weight' is")
-        assert "dim 0 of 'head.weight' is 33, which 2 ranks of the model" in found["uneven"]
+        assert "dim 0 of 'blocks.0.mlp.up.weight' is 33, which 2 ranks of" in found["uneven"]
+        assert "take 32 or 34, or a number of ranks that divides 33" in found["uneven"]
         assert "tp is 2, and the plan names nothing to cut" in found["nothing"]
 
 

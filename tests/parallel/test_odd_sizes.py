@@ -1,6 +1,7 @@
 """Sizes that tensor parallel does not divide: of a vocabulary parts differ, others are refused."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def tokens(config, step, rows=4, length=9):
     return found[:, :-1], found[:, 1:]
 
 
+@cache
 def alone(config):
     whole = model(config)
     opt = samestep.MuonAdamW(whole, **OPTIONS)

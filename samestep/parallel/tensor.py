@@ -83,7 +83,9 @@ class _Gathered(torch.autograd.Function):
         part = pad(part, (0, most - part.shape[-1])).contiguous()
         parts = [torch.empty_like(part) for _ in range(mesh.size())]
         dist.all_gather(parts, part, group=mesh.get_group())
-        return torch.cat(parts, dim=-1)[..., :length].contiguous()
+        starts = range(0, length, most)  # of parts that are not empty
+        found = zip(parts, starts, strict=False)
+        return torch.cat([part[..., : length - start] for part, start in found], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -178,8 +178,14 @@ def test_stages_of_one_rank_each():
 
 
 def test_the_stage_itself_must_be_named():
-    with pytest.raises(ValueError, match="process_group= too, the ranks of this stage"):
-        samestep.MuonAdamW(model(), stage_group=object())
+    def job(rank):
+        with pytest.raises(ValueError, match="process_group= too, the ranks of this stage"):
+            samestep.MuonAdamW(model(), stage_group=dist.group.WORLD)
+        for value, error in (("pipe", ValueError), (object(), TypeError)):
+            with pytest.raises(error, match="stage_group"):
+                samestep.MuonAdamW(model(), stage_group=value)
+
+    run_forked(1, job)
 
 
 def scale(rank, ranks_per_stage):

@@ -53,6 +53,13 @@ def process_group(name: str, value: Any) -> None:
         )
 
 
+def _stage_group(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        checks.one_of(name, value, ("none",), others=", or give a process group")
+    elif value is not None:
+        process_group(name, value)
+
+
 def check_fields(options: Any) -> None:
     """Raise unless every field of a dataclass has a value that its annotation takes."""
     for field in fields(options):
@@ -158,7 +165,7 @@ class Distribution:
     grad_dtype: torch.dtype | None = None
     process_group: dist.ProcessGroup | None = None
     outer_group: dist.ProcessGroup | None = None
-    stage_group: dist.ProcessGroup | Literal["none"] | None = None
+    stage_group: Annotated[dist.ProcessGroup | Literal["none"] | None, _stage_group] = None
     crossover: int = 1024
     bucket_size: int | None = None
     ranks_per_host: int | None = None

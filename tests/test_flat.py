@@ -579,17 +579,6 @@ def test_gradients_lie_in_the_buffers_of_their_buckets():
     assert run_forked(2, job) == [True, True]
 
 
-def test_a_parameter_that_is_not_contiguous_is_refused_by_name():
-    def job(rank):
-        model = Net()
-        model.second.weight.data = model.second.weight.data.t()
-        with pytest.raises(ValueError, match=r"'second\.weight' is not contiguous"):
-            build_flat(model)
-        return True
-
-    assert run_threaded(2, job) == [True, True]
-
-
 def test_parameters_that_share_memory_stay_together_or_are_refused():
     """Two parameters on one memory are no tied parameter: apart they would be another model."""
 

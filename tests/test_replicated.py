@@ -747,19 +747,6 @@ def test_copies_are_refused():
     assert run_threaded(2, job) == [True, True]
 
 
-def test_a_parameter_that_is_not_contiguous_is_refused_by_name():
-    def job(rank):
-        params = [
-            ("fine", nn.Parameter(torch.ones(3))),
-            ("turned", nn.Parameter(torch.ones(3, 4).t())),
-        ]
-        with pytest.raises(ValueError, match=r"'turned' is not contiguous.*\.contiguous\(\)"):
-            samestep.MuonAdamW(params)
-        return True
-
-    assert run_threaded(2, job) == [True, True]
-
-
 def test_a_process_group_of_some_ranks():
     """Ranks outside the group are not waited for, and the divisor is the group's size."""
     single = Small()

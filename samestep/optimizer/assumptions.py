@@ -391,7 +391,7 @@ REGISTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         "unchanged memory",
-        "Plain parameters stay contiguous, and those in flat buffers stay there.",
+        "Parameters in flat buffers stay there, or are brought back; no parameter is expanded.",
         _among_ranks,
         "samestep.placements.whole.replicated:ReplicatedParameters._parameter_problem",
         "in every step",

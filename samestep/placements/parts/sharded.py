@@ -232,7 +232,7 @@ class ShardedParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         super().begin_step(state, problem)
-        changed = self._tensors.changed(self._names, self.group, contiguous=False)
+        changed = self._tensors.changed(self._names, self.group)
         self.problem = problem or changed or self._gradient_problem()
         self.parts.state = state
         self.exchange.begin_step()

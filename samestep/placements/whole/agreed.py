@@ -28,21 +28,21 @@ def agree_on_plan(
     problem: why they cannot be, if all ranks have it.
     """
     device = values[0].device
-    strided = [n for n, value in zip(names, values, strict=True) if not value.is_contiguous()]
+    repeated = [n for n, value in zip(names, values, strict=True) if _repeats(value)]
     elsewhere = [
         f"{name} on {value.device.type}"
         for name, value in zip(names, values, strict=True)
         if value.device != device
     ]
-    facts = [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
+    facts = [f"elements in one place: {repeated}", f"on another device: {elsewhere}"]
     for ranks in groups:
         require_same_lines("plan", [*lines, *facts], ranks, device, f". {WAY_OF_STAGES}")
     if problem is not None:
         raise ValueError(problem)
-    if strided:
+    if repeated:
         raise ValueError(
-            f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
-            "be shared between ranks: replace its data by .contiguous()"
+            f"parameter {repeated[0]!r} is expanded: several of its elements lie in one place, and "
+            "cannot be updated: replace its data by .contiguous()"
         )
     if elsewhere:
         raise ValueError(
@@ -67,4 +67,13 @@ def mend_replicas(
     warn_user(f"replicas differ between ranks and were set to rank {group.members[0]}'s: {which}")
     with torch.no_grad():
         for index in different:
-            from_first("broadcast of replicas", values[index], group).wait()
+            dense = values[index].contiguous()
+            from_first("broadcast of replicas", dense, group).wait()
+            if dense.data_ptr() != values[index].data_ptr():
+                values[index].copy_(dense)
+
+
+def _repeats(value: Tensor) -> bool:
+    """Whether a dim is expanded."""
+    dims = zip(value.shape, value.stride(), strict=True)
+    return value.numel() > 0 and any(size > 1 and stride == 0 for size, stride in dims)

@@ -57,7 +57,7 @@ class ParameterGatherer:
             whole = self.flat.room(number)
             segment = torch.split(whole, list(transfer.sizes))[self.places.rank]
         else:
-            mine = [self.held.piece(piece) for piece in self._owned[number]]
+            mine = [self.held.read(piece) for piece in self._owned[number]]
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
@@ -84,7 +84,7 @@ class ParameterGatherer:
             return
         stretch, first = arrived
         for piece, start, stop in self._of_others(number):
-            self.held.piece(piece).copy_(stretch[start - first : stop - first])
+            self.held.write(piece, stretch[start - first : stop - first])
 
     def _of_others(self, number: int) -> list[tuple[Piece, int, int]]:
         """What others own in a bucket, in runs, and where each lies."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, changed_parameter
-from samestep.layout.boxes import cut_as, mesh_of
+from samestep.layout.boxes import cut_as, mesh_of, range_boxes
 from samestep.placements.whole.reduced_gradient import ReducedGradient
 from samestep.plan.sharding import Piece
 
@@ -40,30 +40,41 @@ class HeldTensors:
         """A view to read from and write to."""
         return self._held(index).detach()
 
-    def piece(self, piece: Piece) -> Tensor:
-        """The same of a piece, (size,)."""
-        return self.value(piece.param).view(-1)[piece.start : piece.stop]
+    def read(self, piece: Piece) -> Tensor:
+        """The values of a piece, (size,): a view, or a copy of a parameter with other strides."""
+        value = self.value(piece.param)
+        if value.is_contiguous():
+            return value.view(-1)[piece.start : piece.stop]
+        return torch.cat([part.reshape(-1) for part in _boxes_of(value, piece)])
+
+    def write(self, piece: Piece, values: Tensor) -> None:
+        """Put values, (size,), where a piece lies."""
+        value = self.value(piece.param)
+        if value.is_contiguous():
+            value.view(-1)[piece.start : piece.stop].copy_(values)
+            return
+        parts = _boxes_of(value, piece)
+        sizes = [part.numel() for part in parts]
+        for part, own in zip(parts, torch.split(values, sizes), strict=True):
+            part.copy_(own.view(part.shape))
 
     def values(self) -> list[Tensor]:
         """What this rank holds of every parameter."""
         return [self.value(index) for index in range(len(self.params))]
 
-    def address(self, index: int) -> int:
-        """Where a value lies."""
-        return self._held(index).data_ptr()
+    def address(self, index: int) -> tuple[int, bool]:
+        """Where a value lies, and whether contiguously."""
+        held = self._held(index)
+        return held.data_ptr(), held.is_contiguous()
 
-    def changed(
-        self, names: Sequence[str], group: RankGroup, *, contiguous: bool
-    ) -> Problem | None:
-        """The first that is not what it was, or not `contiguous`, and what it is now."""
+    def changed(self, names: Sequence[str], group: RankGroup) -> Problem | None:
+        """The first that is not what it was, and what it is now."""
         for index, (param, was) in enumerate(zip(self.params, self._were, strict=True)):
             if (param.dtype, param.device) != was:
                 now, then = f"{param.dtype} on {param.device}", f"{was[0]} on {was[1]}"
                 return changed_parameter(
                     names[index], index, f"is {now} now, and was {then}", group
                 )
-            if contiguous and not self._held(index).is_contiguous():
-                return changed_parameter(names[index], index, "is not contiguous any more", group)
         return None
 
     @torch.no_grad()
@@ -140,6 +151,12 @@ class HeldTensors:
             else:
                 raise ValueError(f"is {tuple(found)}")
         return tuple(kinds)
+
+
+def _boxes_of(value: Tensor, piece: Piece) -> list[Tensor]:
+    """The views that make up a piece of a parameter, in its logical order."""
+    shape = tuple(value.shape)
+    return [value[box.slices] for box in range_boxes(shape, piece.start, piece.stop)]
 
 
 def _held_of(grad: Any) -> Tensor:

@@ -372,7 +372,7 @@ class PieceState:
         """Write a parameter's values into what lies as the state `key` does."""
         for piece in self._pieces().get(index, ()):
             view = self.layout.view(piece, key, into)
-            view.copy_(held.piece(piece).view(view.shape))
+            view.copy_(held.read(piece).view(view.shape))
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:

@@ -29,12 +29,17 @@ Seen = tuple[Piece, Tensor, list[MatrixView]]
 class _Known(NamedTuple):
     """Views of a piece, and what they are views of."""
 
-    address: int
+    address: tuple[int, bool]
     of: tuple[Tensor, ...]
     value: Tensor
     state: State
     where: Whereabouts | None
     matrices: list[MatrixView]  # once somebody has asked
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the value is a view of its parameter, and not a copy beside it."""
+        return self.address[1]
 
 
 @dataclass(eq=False)
@@ -57,6 +62,19 @@ class PieceViews:
         """The piece in its parameter, and its state."""
         known = self._of(piece)
         return known.value, known.state
+
+    def read_strided(self) -> None:
+        """Take the values of parameters that are not contiguous, which are updated beside them."""
+        for piece, known in self._known.items():
+            if not known.is_view:
+                known.value.copy_(self.held.read(piece).view(known.value.shape))
+
+    def write_strided(self, pieces: Iterable[Piece] | None = None) -> None:
+        """Put the updated values into their parameters: those of some pieces, or all."""
+        for piece in list(self._known) if pieces is None else pieces:
+            known = self._known.get(piece)
+            if known is not None and not known.is_view:
+                self.held.write(piece, known.value.reshape(-1))
 
     def unit(self, piece: Piece) -> Unit:
         """Its state as what comes to the device at once."""
@@ -102,7 +120,7 @@ class PieceViews:
             known = _Known(
                 address,
                 tuple(state.values()),
-                self.held.piece(piece).view(piece_shape(piece)),
+                self.held.read(piece).view(piece_shape(piece)),
                 self.layout.views(piece, state),
                 self._whereabouts(piece),
                 [],

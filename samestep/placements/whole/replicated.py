@@ -337,6 +337,7 @@ class ReplicatedParameters(Placement):
             self._edits = None
         self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
+        self._views.read_strided()
         if self.mesh is not None:
             blocks = self.mesh.blocks
             pieces = [item.piece for item in blocks.items]
@@ -369,12 +370,13 @@ class ReplicatedParameters(Placement):
 
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""
-        problem = self.held.changed(self._names, self.group, contiguous=self._flat is None)
+        problem = self.held.changed(self._names, self.group)
         if problem is None and self._flat is not None:
             self._flat.adopt()
         return problem
 
     def finish_step(self) -> None:
+        self._views.write_strided()  # also those that nobody gathers
         self._gatherer.advance()  # forward may wait for them in another order on each rank
         self.reducer.finish_step()
         self._end_of_blocks()
@@ -439,6 +441,7 @@ class ReplicatedParameters(Placement):
             case Average():
                 self.average(number)
             case Gather():
+                self._views.write_strided(piece for piece, _ in self._owned[number])
                 self._gatherer.launch(number)
             case Place():
                 self._gatherer.place(number)

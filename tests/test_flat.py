@@ -918,3 +918,26 @@ def test_sparse_gradients_and_parameters_are_refused_in_our_words():
     for kind in (samestep.AdamW, samestep.Muon):
         with pytest.raises(ValueError, match=r"parameter 'w' is sparse.*\.to_dense\(\)"):
             kind([("w", sparse)])
+
+
+def test_what_is_saved_of_a_part_of_the_model():
+    """A state dict is an alias, which torch saves with its buffer; clones and copies stand alone."""
+
+    def saved(found):
+        file = io.BytesIO()
+        torch.save(found, file)
+        return file.tell()
+
+    def job(rank):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+        samestep.AdamW(model, buffers="flat")
+        buffer = model[0].weight.untyped_storage().nbytes()
+        part = model[1].state_dict()
+        assert part["weight"].data_ptr() == model[1].weight.data_ptr()
+        assert saved({key: value.clone() for key, value in part.items()}) < 4000 < buffer
+        assert saved(model.state_dict()) < buffer + 4000
+        assert saved(copy.deepcopy(model[1])) < 6000
+        assert copy.deepcopy(model)[1].weight.untyped_storage().nbytes() == 4 * 64 * 4
+        return True
+
+    assert run_threaded(2, job) == [True, True]

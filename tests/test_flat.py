@@ -921,7 +921,7 @@ def test_sparse_gradients_and_parameters_are_refused_in_our_words():
 
 
 def test_what_is_saved_of_a_part_of_the_model():
-    """A state dict is an alias, which torch saves with its buffer; clones and copies stand alone."""
+    """A state dict is an alias that torch saves with its buffer; clones and copies stand alone."""
 
     def saved(found):
         file = io.BytesIO()

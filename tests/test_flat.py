@@ -930,6 +930,8 @@ def test_what_is_saved_of_a_part_of_the_model():
 
     def job(rank):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+        for param in model.parameters():
+            nn.init.ones_(param)  # threads share a generator
         samestep.AdamW(model, buffers="flat")
         buffer = model[0].weight.untyped_storage().nbytes()
         part = model[1].state_dict()

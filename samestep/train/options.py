@@ -1,6 +1,7 @@
 """What `samestep train` can be asked for, read with what Python brings."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -146,7 +147,7 @@ class Options:
         try:
             _ = self.model
         except ValueError as error:
-            raise BadRequestError(f"the model cannot be built: {error}") from None
+            raise BadRequestError(f"the model cannot be built: {_by_flags(error)}") from None
 
     def _check_axes(self) -> None:
         """Refuse axes that make no sense together, whatever ranks there are."""
@@ -234,6 +235,14 @@ class Options:
         """Muon's momentum in a step, counted from 0: low while gradients still turn."""
         share = min(1.0, step / self.momentum_warmup) if self.momentum_warmup else 1.0
         return (1 - share) * self.first_momentum + share * self.momentum
+
+
+def _by_flags(error: ValueError) -> str:
+    """What the model says of its fields, which it calls by name before a value or a limit."""
+    names = "|".join(key.name for key in fields(GPTConfig))
+    return re.sub(
+        rf"(?<![\w-])({names})(?= must| is | =|, got)", lambda m: spelled(m[1]), str(error)
+    )
 
 
 def parse(words: Sequence[str], prog: str) -> Options:

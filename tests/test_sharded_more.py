@@ -320,8 +320,8 @@ def test_experts_sharded_by_expert_stay_where_they_are():
         return [(call.op, call.elements) for call in log]
 
     assert run_forked(2, job) == 2 * [
-        [("all_reduce", 3)]
-    ]  # one parameter, and two codes of problems
+        [("all_reduce", 5)]
+    ]  # one parameter, two codes of problems, two of hyperparameters
 
 
 # --- the order of a step -------------------------------------------------------------------------

@@ -7,12 +7,14 @@ a DTensor have the same gradients of it.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm.collectives import maximum
+from samestep.comm.collectives import CollectiveError, maximum
 from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import (
@@ -31,6 +33,7 @@ _WAY_OUT = (
     "looks at a loss, such as ReduceLROnPlateau, has to be given the same on every rank (the mean "
     "over ranks)"
 )
+_TOLD = "_told_to_other_ranks"  # of an error
 _NOTHING = -(1 << 63)  # below all that anybody says
 CALL = "call"  # in lines of what ranks are about to do
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
@@ -102,10 +105,12 @@ class AllSwapped(Exception):  # noqa: N818 - it is no error
     """Every rank has other parameters in its groups than it had."""
 
 
-def _problem_of(rank: int, about: str = "") -> RankProblemError:
-    error = RankProblemError(
-        f"rank {rank} could not take the step{about}, so no rank took it; its own error says why"
-    )
+def _problem_of(rank: int, about: str = "", call: "Call | None" = None) -> RankProblemError:
+    if call is None:
+        what = f"could not take the step{about}, so no rank took it"
+    else:
+        what = f"failed in {call.name}{about}, so no rank goes on with it"
+    error = RankProblemError(f"rank {rank} {what}; its own error says why")
     error.rank = rank
     return error
 
@@ -162,15 +167,21 @@ def _refuse_swap(other: int, code: int, problem: Problem | None, names: Sequence
 
 
 def any_problem(
-    problem: Problem | None, group: RankGroup, device: torch.device | None = None
+    problem: Problem | None,
+    group: RankGroup,
+    device: torch.device | None = None,
+    call: "Call | None" = None,
 ) -> Problem | None:
-    """This rank's problem, or that another rank of the group has one; waits for them."""
+    """This rank's problem, or that another rank of the group has one; waits for them.
+
+    call: what they are about to do; None: a step.
+    """
     codes = _codes_of(problem, group.members[group.rank])
     told = torch.tensor(codes, dtype=torch.int64, device=device)
     other, code = maximum("problems", told, group).wait().tolist()
     _refuse_swap(other, code, problem)
     if problem is None and code:
-        return Problem(_problem_of((code >> 32) - 1))
+        return Problem(_problem_of((code >> 32) - 1, call=call))
     return problem
 
 
@@ -183,6 +194,60 @@ class Drops(NamedTuple):
     dropped: Sequence[bool]
     counted: Sequence[bool]
     again: bool
+
+
+class JointCall(AbstractContextManager["JointCall"]):
+    """A call that all ranks make together: an error of one is raised by all, in place of a hang.
+
+    Inside comes first what may fail on one rank alone, then `ready()`, then what changes something
+    or waits for others. On an error before that others hear of it where they are ready.
+
+    Args:
+        agree: Tells other ranks of a problem, or of none, and raises if any has one. Collective.
+    """
+
+    def __init__(self, agree: Callable[[Problem | None], None]) -> None:
+        self._agree = agree
+        self._agreed = False
+
+    def ready(self) -> None:
+        """Wait until all ranks are; raises on all of them if any is not."""
+        if not self._agreed:
+            self._agreed = True
+            self._agree(None)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        heard_of = (CollectiveError, RankProblemError, RanksDisagreeError)  # by all ranks
+        if not isinstance(error, Exception) or isinstance(error, heard_of) or self._agreed:
+            return
+        if getattr(error, _TOLD, False):  # in a call inside of this one
+            return
+        self._agreed = True
+        setattr(error, _TOLD, True)
+        try:
+            self._agree(Problem(error))
+        except Exception as raised:
+            if raised is not error:
+                raise
+
+
+def agree_among(
+    groups: Sequence[RankGroup], call: Call, problem: Problem | None, device: torch.device
+) -> None:
+    """Raise on every rank if any has a problem, where no plan has been agreed on yet.
+
+    groups: one after the other they reach every rank.
+    """
+    for group in groups:
+        problem = any_problem(problem, group, sent_from(group, device), call)
+    if problem is not None:
+        raise problem.error
+
+
+def sent_from(group: RankGroup, device: torch.device) -> torch.device:
+    """Where small messages lie: the host's memory, unless only the device's backend is there."""
+    on_host = "cpu:" in str(dist.get_backend_config(group.handle))
+    return torch.device("cpu") if on_host else device
 
 
 class CopiedHere(NamedTuple):
@@ -301,6 +366,17 @@ class PresenceAgreement:
         flags = self._votes.bool().unbind()
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
 
+    def meet(self, call: Call, problem: Problem | None) -> None:
+        """Raise on every rank if any has a problem, or is in another call; a GPU is waited for.
+
+        Ranks that take a step meanwhile are met: as many numbers travel.
+        """
+        self.agree([0] * len(self._names), problem, call, whole=lambda param, axis: False)
+        if self._on_their_way:
+            mine = self._on_their_way.pop()
+            mine.passed.synchronize()
+            self._read(mine.votes, mine.intent, mine.on_device, late=False)
+
     def _add_numbers(self, votes: Tensor, intent: Intent | None) -> Tensor | None:
         """Add numbers that the host does not know to the digest, where they are; gives them."""
         if intent is None or not intent.on_device:
@@ -403,9 +479,8 @@ class PresenceAgreement:
         _refuse_swap(other, code, None, self._names)
         if code:
             rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
-            raise _problem_of(
-                rank, f" because of parameter {self._names[param - 1]!r}" if param else ""
-            )
+            about = f" because of parameter {self._names[param - 1]!r}" if param else ""
+            raise _problem_of(rank, about, intent if isinstance(intent, Call) else None)
         if intent is not None and digest != ~inverse:
             raise self._difference(intent, on_device, late=late)
         if late and dropped:

@@ -54,8 +54,7 @@ class FullValues:
     def state(self, name: str, key: str) -> State:
         """The whole state of one parameter, which has `key`, as it is kept."""
         param = self.param(name)
-        if key not in self.states[param]:
-            raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self.states[param])}")
+        self._refuse_unknown(name, param, key)
         gather = self.holder(param).gather_state(self.states, only=[param])
         return gather()[param]
 
@@ -133,6 +132,20 @@ class FullValues:
         value = value.to(param.device, math_dtype(param)).contiguous().clone()
         self._from_first(name, "gradient", value)
         return value
+
+    def check(
+        self, name: str, key: str | None = None, what: str = "", value: Tensor | None = None
+    ) -> None:
+        """Raise unless there are such a parameter and state, and a value, `what`, has its shape."""
+        param = self.param(name)
+        if key is not None and not (key == MASTER and REMAINDER_KEY in self.states[param]):
+            self._refuse_unknown(name, param, key)
+        if value is not None:
+            _checked(what, value, param.shape)
+
+    def _refuse_unknown(self, name: str, param: Tensor, key: str) -> None:
+        if key not in self.states[param]:
+            raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self.states[param])}")
 
     # --- names ---------------------------------------------------------------------------
 

@@ -6,16 +6,17 @@ torch wants it, and are handed in.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows
+from samestep.comm.presence import Call, JointCall, Problem, agree_among
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks
 from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
@@ -256,23 +257,29 @@ class Holdings:
                 'parameters, say stage_group="none"'
             )
 
-    def _plan_all(self, groups: Sequence[Group], state: States) -> None:
+    def _plan_all(
+        self, groups: Sequence[Group], state: States, ready: Callable[[], None] = lambda: None
+    ) -> None:
         for index, group in enumerate(groups):
             self.plan(index, group)
+        ready()
         self.share(range(len(groups)), groups, state)
         if self.ranks is None:
             self.local.make_missing_state(groups, state)
 
     def settle(self, groups: Sequence[Group], state: States) -> None:
         """Make the plans and the state that were put off, for the parameters of now. Collective."""
-        self.check_list(groups)
-        self.checks.swapped(groups)  # raises if shapes have changed
-        self.is_deferred = False
-        if self.distribution.grads == "local" and averages_with_ddp(groups):
-            self.distribution = replace(self.distribution, grads="reduced")
-        self._find_ranks()
-        self._plan_all(groups, state)
-        self.refuse_cuda_graph()
+        params = [param for group in groups for param in group["params"]]
+        call = joint_call("the first step", params, vars(self.distribution) | {"deferred": False})
+        with call:
+            self.check_list(groups)
+            self.checks.swapped(groups)  # raises if shapes have changed
+            self.is_deferred = False
+            if self.distribution.grads == "local" and averages_with_ddp(groups):
+                self.distribution = replace(self.distribution, grads="reduced")
+            self._find_ranks()
+            self._plan_all(groups, state, call.ready)
+            self.refuse_cuda_graph()
 
     def refuse_cuda_graph(self) -> None:
         """Raise where a step cannot be one graph."""
@@ -443,6 +450,43 @@ def parameters_elsewhere(groups: Sequence[Group], ranks: RankGroup) -> str | Non
     ]
     other = [rank for rank, row in zip(ranks.members, rows, strict=True) if row != digest]
     return f"{ranks_text(other)} hold other parameters" if other else None
+
+
+def joint_call(name: str, params: Any, options: Mapping[str, Any]) -> JointCall:
+    """A call in which ranks make their plans; `options`: keywords of the optimizer.
+
+    Ranks that share nothing wait for nobody: DTensors whose gradients come reduced are compared on
+    their mesh alone, and plans that are put off come later.
+    """
+    own = list(_tensors_of(params))
+    alone = options.get("grads") == "reduced" and any(mesh_of(param) is not None for param in own)
+    device = own[0].device if own else torch.device("cpu")
+
+    def agree(problem: Problem | None) -> None:
+        found = []
+        if not alone and not options.get("deferred"):
+            try:
+                found = [rank_group(options.get("process_group"))]
+                if options.get("outer_group") is not None:
+                    found.append(rank_group(options["outer_group"]))
+            except (RuntimeError, TypeError, ValueError, AttributeError):  # raised where it is used
+                found = []
+        agree_among([ranks for ranks in found if ranks], Call(name), problem, device)
+
+    return JointCall(agree)
+
+
+def _tensors_of(params: Any) -> Iterator[Tensor]:
+    """The tensors in a model, in parameters, pairs or groups; no iterator is used up."""
+    if isinstance(params, Tensor):
+        yield params
+    elif isinstance(params, nn.Module):
+        yield from params.parameters()
+    elif isinstance(params, Mapping):
+        yield from _tensors_of(params.get("params"))
+    elif isinstance(params, list | tuple):
+        for each in params:
+            yield from _tensors_of(each)
 
 
 def groups_before(swapped: Mapping[Tensor, Tensor], groups: Sequence[Group]) -> list[Group]:

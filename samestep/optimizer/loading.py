@@ -61,6 +61,7 @@ def load_state(
     put_whole: PutWhole,
     take_parameters: TakeParameters,
     stored: Mapping[Tensor, StoredTensors],
+    ready: Callable[[], None],
 ) -> None:
     """Run torch's own `load_state_dict`, hooks included, around our check and copy.
 
@@ -72,6 +73,7 @@ def load_state(
     `put_whole(param, state, whole)` takes out of it what belongs here. Parameters in `stored` have
     theirs in any format, and these are the ones wanted. `take_parameters(states)` makes the master
     copies in the state of parameters that were saved without one: of their present values.
+    `ready()` is called when all is checked, and raises if it is not on all ranks.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
@@ -82,7 +84,9 @@ def load_state(
     own: dict[Tensor, State] = dict(optimizer.state)
 
     def check_and_hide(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
-        return _checked(optimizer, loaded, shapes, stored)
+        checked = _checked(optimizer, loaded, shapes, stored)
+        ready()
+        return checked
 
     def copy_into_place(_: torch.optim.Optimizer) -> None:
         without_master: dict[Tensor, State] = {}

@@ -31,7 +31,7 @@ from samestep.groups.routing import (
 )
 from samestep.groups.step_options import StepOptions
 from samestep.layout.fused_rows import without_wrappers
-from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
+from samestep.optimizer.rule_optimizer import Params, RuleOptimizer, built_together
 from samestep.presets import KERNEL_SCALED, PRESETS, preset_options
 from samestep.recipes import RECIPES, known_of
 from samestep.rules import RULES, checks
@@ -256,6 +256,7 @@ class MuonAdamW(RuleOptimizer):
             share, and where state stays; `samestep.groups.distribution.Distribution` tells of each.
     """
 
+    @built_together
     def __init__(
         self,
         params: Params,
@@ -363,6 +364,7 @@ class Muon(RuleOptimizer):
     `samestep.presets.torch()` has torch's. A tensor `lr` is copied for each group.
     """
 
+    @built_together
     def __init__(
         self,
         params: Params,
@@ -398,6 +400,7 @@ class AdamW(RuleOptimizer):
     vectors and embeddings without weight decay.
     """
 
+    @built_together
     def __init__(
         self,
         params: Params,

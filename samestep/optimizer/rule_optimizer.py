@@ -3,13 +3,15 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import wraps
 from math import isinf
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from samestep.comm.groups import RankGroup
+from samestep.comm.presence import JointCall
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
@@ -36,7 +38,7 @@ from samestep.layout.boxes import HeldState, mesh_of
 from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
 from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.holdings import Holdings
+from samestep.optimizer.holdings import Holdings, joint_call
 from samestep.optimizer.loading import PART, StateDict, with_plain_options
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
@@ -49,6 +51,7 @@ from samestep.rules.state import State
 if TYPE_CHECKING:
     from samestep.placements.parts.sharded import ShardedParameters
 
+Init = TypeVar("Init", bound=Callable[..., None])
 Params = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 )  # a model, parameters, named parameters, or groups
@@ -62,6 +65,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     `holdings` has what was decided for its groups: ranks, blocks, plans and placements.
     """
 
+    _construction: JointCall | None = None  # while it is built with other ranks
     _reasons: Mapping[str, str] = {}  # why parameters that were routed have their rule, by name
 
     def __init__(
@@ -97,6 +101,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
         if not self.holdings.is_deferred:
+            if self._construction is not None:
+                self._construction.ready()
             self.holdings.share(range(len(self.param_groups)), self.param_groups, self.state)
         self._constructed = True
         self.holdings.refuse_cuda_graph()
@@ -136,6 +142,14 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
+        if not self._constructed or self.holdings.is_deferred:
+            self._add_group(param_group, lambda: None)
+            return
+        shared = not (isinstance(param_group, dict) and "process_group" in param_group)
+        with self._runner.together("add_param_group()", None if shared else ()) as call:
+            self._add_group(param_group, call.ready)
+
+    def _add_group(self, param_group: dict[str, Any], ready: Callable[[], None]) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
@@ -172,6 +186,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             if reduction is not None:
                 holds.reductions[index] = reduction
             if self._constructed and not holds.is_deferred:  # those of the constructor go together
+                ready()
                 holds.share([index], self.param_groups, self.state)
                 if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
@@ -258,11 +273,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
-        self.holdings.check_list(self.param_groups)
-        if not self._saved.needs_no_plans(state_dict):
-            self._adopt_swapped()
-            self.wait_for_parameters()
-        self._saved.load(self, super().load_state_dict, state_dict)
+        torch_load = super().load_state_dict
+        with self._runner.together("load_state_dict()") as call:
+            self.holdings.check_list(self.param_groups)
+            if not self._saved.needs_no_plans(state_dict):
+                self._adopt_swapped()
+                self.wait_for_parameters()
+            self._saved.load(self, torch_load, state_dict, call.ready)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.
@@ -503,6 +520,24 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         return FullValues(self.param_groups, self.state, self.holdings.placements)
 
+    def _values_of(
+        self,
+        call: str,
+        name: str,
+        key: str | None = None,
+        *,
+        what: str = "",
+        value: Tensor | None = None,
+    ) -> FullValues:
+        """The values, once all ranks that hold a parameter ask for the same of it."""
+        values = self._values()
+        param = values.by_name().get(name)
+        holders = self.holdings.placed[:1] if param is None else [values.holder(param)]
+        with self._runner.together(f"{call}({name!r})", holders) as joint:
+            values.check(name, key, what, value)
+            joint.ready()
+        return values
+
     @torch.no_grad()
     def whole_state(self) -> dict[str, State]:
         """The state of every parameter by name, as one process would keep it, on every rank.
@@ -522,13 +557,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         What is kept in 8 bits is given as the 32-bit numbers that it stands for, and of a master
         copy kept as a remainder the whole copy, "master_weight".
         """
-        return self._values().value(name, key)
+        return self._values_of("full_state", name, key).value(name, key)
 
     @torch.no_grad()
     def set_full_state(self, name: str, key: str, value: Tensor) -> None:
         """Replace one state tensor; what is kept in fewer bits is rounded to the nearest."""
         self._saved.changes()
-        self._values().set_state(name, key, value)
+        self._values_of("set_full_state", name, key).set_state(name, key, value)
 
     @torch.no_grad()
     def full_parameter(self, name: str) -> Tensor:
@@ -536,13 +571,15 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         An element that was edited since counts instead of its copy.
         """
-        return self._values().parameter(name)
+        return self._values_of("full_parameter", name).parameter(name)
 
     @torch.no_grad()
     def set_full_parameter(self, name: str, value: Tensor) -> None:
         """Replace a parameter, and its master copy with it."""
         self._saved.changes()
-        self._values().set_parameter(name, value)
+        self._values_of("set_full_parameter", name, what=name, value=value).set_parameter(
+            name, value
+        )
 
     @torch.no_grad()
     def scale_parameters(self, factors: Mapping[str, Tensor]) -> None:
@@ -562,8 +599,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         Between backward and step. It calls `synchronize()`: gradients that are averaged here are
         reduced now, are gone from `.grad`, and the step reduces what may come after.
         """
-        values = self._values()
-        values.param(name)  # raises before anything is reduced
+        values = self._values_of("full_gradient", name)  # raises before anything is reduced
         self.synchronize()
         return values.gradient(name)
 
@@ -573,7 +609,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         As `full_gradient`. What the step uses is value * ranks / ranks, rounded.
         """
-        values = self._values()
+        values = self._values_of("set_full_gradient", name, what=f"gradient of {name}", value=value)
         value = values.gradient_from_first(name, value)
         self.synchronize()
         values.set_gradient(name, value)
@@ -662,6 +698,26 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._compose(None, self.defaults.get("rule"), as_built=False)
             self.holdings.group_count = len(self.param_groups)
         self._plan_blocks_anew()
+
+
+def built_together(init: Init) -> Init:
+    """A constructor whose errors on one rank are raised by all of them."""
+
+    @wraps(init)
+    def build(self: Any, params: Params, *args: Any, **options: Any) -> None:
+        if self._construction is not None:
+            init(self, params, *args, **options)
+            return
+        params = list(params) if isinstance(params, Iterator) else params
+        name = f"the construction of {type(self).__name__}"
+        self._construction = joint_call(name, params, options)
+        try:
+            with self._construction:
+                init(self, params, *args, **options)
+        finally:
+            self._construction = None
+
+    return cast("Init", build)
 
 
 def _outside_of_compilers(

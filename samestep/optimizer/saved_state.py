@@ -108,8 +108,12 @@ class SavedState:
         optimizer: torch.optim.Optimizer,
         torch_load: Callable[[StateDict], None],
         state_dict: StateDict,
+        ready: Callable[[], None],
     ) -> None:
-        """Check a state dict and take out of it what belongs here; `torch_load` is torch's own."""
+        """Check a state dict and take out of it what belongs here; `torch_load` is torch's own.
+
+        `ready()` is called before anything changes.
+        """
         holds, groups = self._holds, optimizer.param_groups
         shapes, stored = {}, {}
         if not holds.is_deferred:
@@ -120,7 +124,9 @@ class SavedState:
                     shapes = shapes_of_whole_state(groups, holds.blocks, stored)
             self.changes()
         put_whole, take_parameters = holds.put_whole, holds.refresh_masters
-        load_state(optimizer, torch_load, state_dict, shapes, put_whole, take_parameters, stored)
+        load_state(
+            optimizer, torch_load, state_dict, shapes, put_whole, take_parameters, stored, ready
+        )
         for placement in holds.placed:
             placement.mend_replicas()
 

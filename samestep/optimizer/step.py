@@ -14,9 +14,12 @@ from samestep.comm.collectives import CollectiveError, gather_segments, maximum,
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import (
     AllSwapped,
+    Call,
+    JointCall,
     Problem,
     RankProblemError,
     any_problem,
+    sent_from,
 )
 from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
@@ -276,6 +279,30 @@ class StepRunner:
     def schedule_lines(self) -> tuple[str, ...]:
         """The operations of a step in order, as text, once there was one."""
         return tuple(map(line_of, self._schedule())) if self._placements else ()
+
+    def together(self, name: str, only: Sequence[Placement] | None = None) -> JointCall:
+        """A call that all ranks of some placements make together, between steps.
+
+        only: None: of all placements, so that ranks without any of these parameters hear of it too.
+        """
+        return JointCall(lambda problem: self._meet(Call(name), problem, only))
+
+    def _meet(self, call: Call, problem: Problem | None, only: Sequence[Placement] | None) -> None:
+        self._placements = self._holds.placements
+        for placement in self._placements if only is None else only:
+            if placement.shape.agrees:
+                try:
+                    placement.meet(call, problem)
+                except CollectiveError:
+                    raise
+                except Exception as error:  # which those of the next one have to know
+                    problem = problem or Problem(error)
+        everyone = self._everyone() if only is None else None
+        if everyone is not None:
+            device = sent_from(everyone, self._placements[0].device)
+            problem = any_problem(problem, everyone, device, call)
+        if problem is not None:
+            raise problem.error
 
     def _begin_agreement(self, problem: Problem | None, call: str | None) -> None:
         """What this rank is about to do, for the ranks that it agrees with."""

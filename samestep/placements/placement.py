@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Intent, Problem
+from samestep.comm.presence import Call, Intent, Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, local_of, whole_box
 from samestep.placements.windows import Unit, WindowPart, Windows
@@ -89,6 +89,9 @@ class Placement:
     def may_be_present(self, about: Any) -> bool:
         """Whether what a unit of state is about has a gradient, as far as the host knows."""
         return True
+
+    def meet(self, call: Call, problem: Problem | None) -> None:
+        """Raise on all ranks if any has a problem, or makes another call than this one."""
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""

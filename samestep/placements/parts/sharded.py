@@ -16,7 +16,7 @@ from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import copied_here, held, mesh_group, whole_tensor
-from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.comm.presence import Call, PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
@@ -278,6 +278,9 @@ class ShardedParameters(Placement):
                 )
                 return Problem(RuntimeError(message), index)
         return None
+
+    def meet(self, call: Call, problem: Problem | None) -> None:
+        self._presence.meet(call, problem)
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import is_nccl, maximum
 from samestep.comm.groups import GroupReduction, fabric_of, in_two_levels, ranks_text
-from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem
+from samestep.comm.presence import Call, CopiedHere, PresenceAgreement, Problem
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import line_of
@@ -448,6 +448,9 @@ class ReplicatedParameters(Placement):
             case _:
                 assert self.mesh is not None
                 self.mesh.exchange.run(operation, maths, self.chunk_arrived(operation))
+
+    def meet(self, call: Call, problem: Problem | None) -> None:
+        self._presence.meet(call, problem)
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""

@@ -223,9 +223,13 @@ class GroupRegistry(threading.local):
 
 def default_timeout() -> timedelta | None:
     """The timeout of the default group; None if its backend does not tell."""
+    return timeout_of(dist.group.WORLD)
+
+
+def timeout_of(handle: dist.ProcessGroup | None) -> timedelta | None:
+    """The timeout of a group; None if its backend does not tell."""
     # torch has no public way to ask for it.
-    handle = dist.group.WORLD
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend(handle) else "cpu"
     try:
         return handle._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):  # ranks that are threads, or none at all

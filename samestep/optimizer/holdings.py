@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.collectives import maximum
+from samestep.comm.diagnosis import watch
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows
 from samestep.comm.presence import Call, JointCall, Problem, agree_among
@@ -88,6 +89,7 @@ class Holdings:
         """Who shares the work, and what plans it with them."""
         distribution = self.distribution
         self.ranks = rank_group(distribution.process_group)
+        watch.start()
         # Without one, whoever averages elsewhere says grads="reduced".
         self.expects_no_group = not has_process_group() and distribution.grads == "local"
         if self.expects_no_group and not self.is_deferred:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast  # 0.5 us when nobody profiles, not 60
 
 from samestep.comm.collectives import CollectiveError, gather_segments, maximum, total
+from samestep.comm.diagnosis import watch
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import (
     AllSwapped,
@@ -157,6 +158,9 @@ class StepRunner:
         self._placements = placements = self._holds.placements
         self._device: torch.device = groups[0]["params"][0].device
         self._verdict = Verdict()
+        watching = watch.start()
+        if watching is not None:
+            watching.step_begun()
         self._sizes = UpdateSizes(len(groups)) if self._options.update_rms else None
         self._have_staging()
         for placement in placements:
@@ -168,12 +172,16 @@ class StepRunner:
         except CollectiveError:
             # Ranks are gone: there is nobody to start afresh with, and a device may wait for them.
             raise
-        except BaseException:
+        except BaseException as error:
+            if watching is not None:  # over NCCL the others would wait without knowing for what
+                watching.problem(error)
             if self.staging is not None:
                 self.staging.break_off()
             for placement in placements:
                 placement.abandon_step()
             raise
+        if watching is not None:
+            watching.step_ended(self._device)
 
     def clip(
         self,

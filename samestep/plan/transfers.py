@@ -149,7 +149,8 @@ def _of_bucket(
     gradients: torch.dtype,
     dtype: torch.dtype,
 ) -> BucketTransfers:
-    name = f"reduction of bucket {number} ({plan.params[bucket.params[0]].name}, ...)"
+    label = f"bucket {number} ({plan.params[bucket.params[0]].name}, ...)"
+    name = f"reduction of {label}"
     segments = bucket.segment_sizes
     if bucket.replicated:  # spread evenly for adding it up
         segments = even_sizes(bucket.size, policy.ranks)
@@ -163,9 +164,9 @@ def _of_bucket(
         reduce = of_segments(Traffic.REDUCE_SCATTER, name, gradients, segments)
     sums = gather = None
     if bucket.replicated and policy.ordered:
-        sums = policy.gather(f"sums of bucket {number}", wide, segments)
+        sums = policy.gather(f"sums of {label}", wide, segments)
     if not bucket.replicated:
-        gather = policy.gather(f"gather of bucket {number}", dtype, segments)
+        gather = policy.gather(f"gather of {label}", dtype, segments)
     kept = [bucket.size] * policy.ranks if bucket.replicated else segments
     outer: tuple[tuple[Transfer, ...], ...] = ()
     if policy.outer > 1:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from samestep.comm.diagnosis.roll_call import Answer, RollCall, verdict
 
 if TYPE_CHECKING:
+    from samestep.comm.diagnosis.watch import Operation
     from samestep.comm.groups import RankGroup
 
 T = TypeVar("T")
@@ -52,21 +53,24 @@ class Flight:
         self._on_host = on_host
         self._since = time.monotonic()
         self._calls = _roll_call(group)
+        self.operation: Operation | None = None  # in the watch's list
         try:
-            self._work = call()
+            self.work = call()
         except RuntimeError as error:
             _fail(name, group, error, self._since)
 
     def wait(self) -> None:
         """Wait until it has arrived; raises a CollectiveError that names who is missing."""
-        if self._work is None:
+        if self.operation is not None:
+            self.operation.waited = True
+        if self.work is None:
             return
         joined = False
         try:
             if self._on_host and self._calls is not None:
-                joined = _wait_or_join(self._work, self._calls)
+                joined = _wait_or_join(self.work, self._calls)
             else:
-                self._work.wait()
+                self.work.wait()
         except RuntimeError as error:
             _fail(self._name, self._group, error, self._since)
         if joined:
@@ -74,7 +78,7 @@ class Flight:
 
     def has_arrived(self) -> bool:
         """Whether the backend is done with it, also if it failed; does not wait."""
-        return self._work is None or self._work.is_completed()
+        return self.work is None or self.work.is_completed()
 
 
 def attempt(
@@ -106,15 +110,15 @@ def explained(name: str, group: "RankGroup", call: Callable[[], T]) -> T:
     FSDP2, DTensors and pipelines launch collectives of their own, whose errors are the backend's.
     An error of the model comes through as it is.
     """
-    return attempt(name, group, call, of_others=_is_of_communication)
+    return attempt(name, group, call, of_others=is_of_communication)
 
 
-def _is_of_communication(error: RuntimeError) -> bool:
+def is_of_communication(error: BaseException) -> bool:
     """Whether another rank is the reason, and nobody has said so yet.
 
     Gloo raises plain errors, known by their text.
     """
-    if isinstance(error, CollectiveError):
+    if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 

@@ -79,6 +79,7 @@ def _stat(pid: int) -> tuple[str, str] | None:
 ANSWER_S = 5.0  # from the launch of the operation that failed
 LAST_CALL_S = 1.0  # at least, from the failure
 POLL_S = 0.02
+MOST_POSITIONS = 16
 
 
 class Answer(NamedTuple):
@@ -86,6 +87,7 @@ class Answer(NamedTuple):
 
     operation: str
     error: str | None  # None: it was waiting when another rank failed
+    outside: str | None = None  # the line of Python at which it is, in no collective
 
 
 @dataclass
@@ -100,19 +102,23 @@ class Attendance:
 
 
 class RollCall:
-    """The conversation of one group in its store. Nothing here blocks for longer than it says."""
+    """The conversation of one group in its store. Nothing here blocks for longer than it says.
 
-    def __init__(self, store: dist.Store, place: int) -> None:
+    `name` keeps apart conversations of the same ranks in the same store.
+    """
+
+    def __init__(self, store: dist.Store, place: int, name: str = "groups") -> None:
         self._store = store
         self._place = place
+        self._name = name
         self._joined = Background(self._join)
         self._look: Background[bool] | None = None
         self._attendance: Attendance | None = None
 
     def _join(self) -> str:
         """Leave this process's name; a store may outlive a group, so keys have its number."""
-        number = self._store.add(f"samestep/groups/{self._place}", 1)
-        keys = f"samestep/{number}"
+        number = self._store.add(f"samestep/{self._name}/{self._place}", 1)
+        keys = f"samestep/{self._name}/{number}"
         process = this_process()
         if process is not None:
             self._store.set(f"{keys}/process/{self._place}", process)
@@ -185,8 +191,13 @@ def _until(deadline: float, condition: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
 
 
-def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:
-    """Who is missing, then the first error that is known. `members` are global ranks by place."""
+def verdict(
+    attendance: Attendance, mine: int, members: Sequence[int], *, details: bool = False
+) -> str:
+    """Who is missing, then the first error that is known. `members` are global ranks by place.
+
+    details: also where each rank is that answered, of at most `MOST_POSITIONS`.
+    """
     silent = set(attendance.expected) - attendance.answers.keys() - attendance.ended
     parts = []
     if attendance.ended:
@@ -197,9 +208,21 @@ def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:
         parts.append(f"{_ranks(silent, members)} did not answer within {seconds}")
     elif silent:
         parts.append(_without_store(attendance, silent, members))
-    if not parts:
+    if details:
+        parts += [
+            f"rank {members[place]} is in no collective, but at {answer.outside}"
+            for place, answer in sorted(attendance.answers.items())
+            if answer.outside is not None
+        ]
+    if details and not parts:
+        parts.append("all ranks answered, so none is missing")
+    elif not parts:
         parts.append(_nobody_missing(attendance, members))
-    return ". ".join(["; ".join(parts), *_error(attendance, mine)])
+    sentences = ["; ".join(parts), *_error(attendance, mine)]
+    if details:
+        places = sorted(attendance.answers)[:MOST_POSITIONS]
+        sentences += [f"Rank {members[p]}: {attendance.answers[p].operation}" for p in places]
+    return ". ".join(sentences)
 
 
 def _without_store(attendance: Attendance, silent: set[int], members: Sequence[int]) -> str:

@@ -1,0 +1,521 @@
+"""Names a rank that is gone or out of step, also where the host never waits for a collective.
+
+Each rank has one thread, the `Watch`, which talks to the others through the store of the default
+process group and never touches the device while all is well. It answers the roll calls of others:
+in which operation and at which line of Python this rank is.
+
+Over gloo the host waits for collectives: `flight.Flight.wait` raises for ours, and torch raises for
+its own (FSDP2's, tensor parallel's). The latter end a script with the backend's text only, so
+`sys.excepthook` holds a roll call before and says who is missing.
+
+Over NCCL the host never waits: a kernel spins on the device until torch's own watchdog aborts the
+process at the time-out, and names nobody. So there the watch ends the process itself, before
+torch's watchdog acts and with a message, when
+
+    an operation has been in flight for most of its group's time-out (`patience_of`),
+    another rank has ended: at once if it was killed or raised, else when somebody waits for it,
+    another rank could not take a step that this rank waits for,
+    another rank launched other operations in the same step, even if none of them hangs,
+    another rank's watch has found any of this.
+
+`CollectiveError` is then raised in the thread that steps; communicators are aborted, so that a
+thread that waits for the device comes back; and a process that has not ended `GRACE_S` later is
+ended.
+"""
+
+import atexit
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from samestep.comm.diagnosis import torch_nccl
+from samestep.comm.diagnosis.flight import CollectiveError, is_of_communication
+from samestep.comm.diagnosis.roll_call import (
+    ANSWER_S,
+    Answer,
+    Background,
+    RollCall,
+    has_ended,
+    ranks_text,
+    this_process,
+    verdict,
+)
+from samestep.comm.events import has_passed, recorded_event
+from samestep.comm.groups import default_timeout
+from samestep.plan.transfers import Transfer
+
+POLL_S = 0.5
+RANKS_PER_POLL_S = 256  # of larger jobs each rank asks the store less often
+ROLL_CALL_S = 2.0  # that other ranks have for an answer: several polls
+SUSPICIOUS_S = 1.0  # in flight for longer than that: the others are asked after
+DEVICE_S = 2.0  # for an answer of the device, which may not come while it is stuck
+GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
+STEPS_KEPT = 8  # whose operations are compared between ranks
+BACKENDS = ("gloo", "nccl")
+OFF = "SAMESTEP_WATCH"  # "0" in the environment: nothing is watched
+
+_PACKAGE = Path(__file__).parents[2]
+# Commands such as `samestep train` are scripts; who waits for a data loader waits for no rank.
+WAITING_IN = (
+    *(str(Path(torch.__file__).parent / name) for name in ("distributed", "autograd")),
+    *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "placements")),
+)
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+_log = logging.getLogger("samestep")
+
+
+def patience_of(timeout: timedelta | None) -> float:
+    """Seconds in flight after which an operation counts as stuck.
+
+    Torch's watchdog aborts the process at the time-out, so the roll call comes before: after 70%
+    of it, at most 15 s earlier.
+    """
+    limit = 600.0 if timeout is None else timeout.total_seconds()
+    return limit - min(15.0, 0.3 * limit)
+
+
+@dataclass(slots=True)
+class Operation:
+    """A collective as this rank launched it; `work` is torch's, None if nothing was sent."""
+
+    number: int  # 1, 2, ... in this process
+    step: int
+    name: str
+    elements: int
+    ranks: tuple[int, ...]
+    work: dist.Work | None
+    launched: float  # time.monotonic()
+    patience: float
+    waited: bool = False  # some stream waits for it
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.elements} elements, operation {self.number}, "
+            f"step {self.step}, among {ranks_text(self.ranks, most=8)})"
+        )
+
+
+class StepRecord(NamedTuple):
+    """The operations of one step on one group: how many so far, and a digest of their order."""
+
+    step: int
+    count: int
+    digest: int
+
+
+class Watch:
+    """The watching thread of one process, and what the step tells it.
+
+    Args:
+        store: Of the default process group; a connection of this thread alone.
+        rank: This process's rank in it.
+        size: The number of its ranks.
+        on_device: Whether collectives run on the device alone, so that nothing raises on the host.
+        end: Ends the process with a message; tests put in their own.
+        torch_operations: Collectives of torch, such as FSDP2's, that are in flight for so long.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        on_device: bool,
+        end: "Callable[[CollectiveError, int], None] | None" = None,
+        torch_operations: Callable[[float], Sequence[str]] = torch_nccl.operations_in_flight,
+        patience: float | None = None,
+    ) -> None:
+        self._store = store
+        self._rank, self._size = rank, size
+        self._on_device = on_device
+        self._calls = RollCall(store, rank, name="watch")
+        self._end = end_process if end is None else end
+        self._torch_operations = torch_operations
+        self._patience = patience  # for collectives of torch
+        self._thread_of_steps = threading.main_thread().ident
+        self._count = 0
+        self._step = 0
+        self._in_flight: deque[Operation] = deque()
+        self._passed: deque[tuple[torch.cuda.Event, int]] = deque()  # at the end of a step
+        self._groups: dict[tuple[int, ...], tuple[int, int]] = {}  # count and digest by ranks
+        self._steps: deque[dict[str, StepRecord]] = deque(maxlen=STEPS_KEPT)
+        self._told_problem = False
+        self._heard = time.monotonic()  # when the thread that steps last did anything here
+        self._stopping = threading.Event()
+        self._processes: dict[int, str] = {}
+        self._ended_seen = 0
+        self.failed: CollectiveError | None = None
+        self._hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        atexit.register(self._goodbye)
+        self._thread = threading.Thread(target=self._run, name="samestep watch", daemon=True)
+        self._thread.start()
+
+    # --- told by the thread that steps: no call of the device but one event a step ---------------
+
+    def launched(
+        self, transfer: Transfer, ranks: tuple[int, ...], work: dist.Work | None, patience: float
+    ) -> Operation:
+        """Take note of a collective; costs the host about two microseconds."""
+        self._count += 1
+        now = self._heard = time.monotonic()
+        operation = Operation(
+            self._count, self._step, transfer.name, transfer.elements, ranks, work, now, patience
+        )
+        self._in_flight.append(operation)
+        count, digest = self._groups.get(ranks, (0, 0))
+        # Whole numbers only: their hash is the same in every process.
+        digest = hash((digest, _number_of(transfer.name), transfer.elements))
+        self._groups[ranks] = count + 1, digest
+        return operation
+
+    def step_begun(self) -> None:
+        """The thread that calls this is the one that an error is raised in."""
+        if self.failed is not None:
+            raise self.failed
+        self._step += 1
+        self._thread_of_steps = threading.get_ident()
+        self._heard = time.monotonic()
+        while self._passed and has_passed(self._passed[0][0]):
+            _, last = self._passed.popleft()
+            while self._in_flight and self._in_flight[0].number <= last:
+                self._in_flight.popleft()
+        if self._told_problem:  # every rank has gone on, so every rank had it
+            self._told_problem = False
+            Background(lambda: self._store.delete_key(self._key("problem")))
+
+    def step_ended(self, device: torch.device) -> None:
+        """What was waited for so far has ended when the device comes to this point."""
+        event = recorded_event(device)
+        if event is not None:
+            self._passed.append((event, self._last_waited_for()))
+        self._steps.append(
+            {
+                " ".join(map(str, ranks)): StepRecord(self._step, *seen)
+                for ranks, seen in self._groups.items()
+            }
+        )
+
+    def problem(self, error: BaseException) -> None:
+        """This rank cannot take the step. Others end if they wait for it, and only then."""
+        self._told_problem = True
+        text = f"{type(error).__name__}: {str(error).strip()}"
+        where = f"rank {self._rank} could not take step {self._step}: {text}"
+        key = self._key("problem")
+        Background(lambda: self._store.set(key, where)).ended(1.0)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopping.set()
+
+    def _last_waited_for(self) -> int:
+        """The last operation before any that nobody has waited for yet."""
+        last = 0
+        for operation in self._in_flight:
+            if not operation.waited:
+                break
+            last = operation.number
+        return last
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        return f"samestep/watch/{what}/{self._rank if rank is None else rank}"
+
+    def _run(self) -> None:
+        pause = max(POLL_S, self._size / RANKS_PER_POLL_S)
+        try:
+            name = this_process()
+            if name is not None:
+                self._store.set(self._key("process"), name)
+            while not self._stopping.wait(pause):
+                found = self._look() if self._on_device else None
+                if self._stopping.is_set():
+                    return
+                if found is not None or self._calls.has_begun():
+                    if self._on_device:
+                        self._fail(found)
+                    else:
+                        self._held(None)
+                    return
+        except Exception:
+            # The store is gone, and with it, unless torchrun hosts it, rank 0.
+            while self._on_device and not self._stopping.wait(pause):
+                stuck = self._stuck()
+                if stuck is not None or self._oldest_age() > SUSPICIOUS_S:
+                    self._fail(stuck)
+                    return
+
+    def _look(self) -> str | None:
+        """A reason to end, if there is one."""
+        stuck = self._stuck()
+        if stuck is not None:
+            return stuck
+        gone = self._gone(waiting=self._oldest_age() > SUSPICIOUS_S)
+        if gone is not None:
+            return gone
+        self._store.set(self._key("steps"), json.dumps(list(self._steps)))
+        return self._out_of_step()
+
+    def _oldest_age(self) -> float:
+        with suppress(IndexError):  # the other thread may take it away meanwhile
+            return time.monotonic() - self._in_flight[0].launched
+        return 0.0
+
+    def _stuck(self) -> str | None:
+        """An operation that has been in flight for too long: ours, or one of torch."""
+        now = time.monotonic()
+        for operation in list(self._in_flight):
+            if now - operation.launched < operation.patience:
+                break
+            if _has_arrived(operation.work):
+                with suppress(ValueError):
+                    self._in_flight.remove(operation)
+                continue
+            return f"has been in flight for {now - operation.launched:.0f} s"
+        if self._patience is not None and now - self._heard > self._patience:
+            found = Background(lambda: self._torch_operations(self._patience or 0.0))
+            if found.ended(DEVICE_S) and found.value:
+                return f"torch's {found.value[0]} has been in flight for too long"
+        return None
+
+    def _gone(self, *, waiting: bool) -> str | None:
+        """A rank that has ended; one that ended well is missed only by who waits for it."""
+        for rank, name in self._known_processes():
+            if has_ended(name) and not self._store.check([self._key("ended", rank)]):
+                return f"rank {rank} is gone: its process was killed"
+        ended = self._store.add("samestep/watch/ended", 0)
+        if ended > self._ended_seen or (waiting and ended):
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([self._key("ended", rank)]):
+                    text = self._store.get(self._key("ended", rank)).decode()
+                    if text or waiting:
+                        return f"rank {rank} has ended" + (f": {text}" if text else "")
+            self._ended_seen = ended
+        if waiting:
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([self._key("problem", rank)]):
+                    return self._store.get(self._key("problem", rank)).decode()
+        return None
+
+    def _known_processes(self) -> Iterator[tuple[int, str]]:
+        """The processes of other ranks that this machine can look at."""
+        if len(self._processes) < self._size - 1:
+            for rank in range(self._size):
+                key = self._key("process", rank)
+                if rank != self._rank and rank not in self._processes and self._store.check([key]):
+                    self._processes[rank] = self._store.get(key).decode()
+        yield from self._processes.items()
+
+    def _out_of_step(self) -> str | None:
+        """Compare with the next rank which operations the same steps had, group by group."""
+        other = (self._rank + 1) % self._size
+        key = self._key("steps", other)
+        if other == self._rank or not self._store.check([key]):
+            return None
+        theirs = [
+            {ranks: StepRecord(*record) for ranks, record in step.items()}
+            for step in json.loads(self._store.get(key))
+        ]
+        for mine in list(self._steps):
+            for step in theirs:
+                for ranks in mine.keys() & step.keys():
+                    if mine[ranks].step == step[ranks].step and mine[ranks] != step[ranks]:
+                        number = mine[ranks].step
+                        counts = mine[ranks].count, step[ranks].count
+                        kinds = (
+                            f"{counts[0]} and {counts[1]} so far"
+                            if counts[0] != counts[1]
+                            else f"{counts[0]} so far, of other kinds or sizes"
+                        )
+                        return (
+                            f"ranks {self._rank} and {other} launched different operations by the "
+                            f"end of step {number}: {kinds}"
+                        )
+        return None
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _fail(self, reason: str | None) -> None:
+        """Hold the roll call, then end this process."""
+        self.failed = self._held(reason)
+        self._stopping.set()
+        self._end(self.failed, self._thread_of_steps or 0)
+
+    def _held(self, reason: str | None) -> CollectiveError:
+        """What a roll call finds out; `reason`: why this rank calls, None if it only answers."""
+        inside, line = _line_of(self._thread_of_steps)
+        operation = self._oldest()
+        waits = inside or reason is not None or operation is not None
+        position = f"{operation or 'no operation of samestep'}; step {self._step}; at {line}"
+        answer = Answer(position, reason, None if waits else line)
+        since = time.monotonic() - ANSWER_S + ROLL_CALL_S
+        attendance = self._calls.hold(answer, since, range(self._size))
+        text = verdict(attendance, self._rank, range(self._size), details=True)
+        ended = Background(self._ended_by)
+        if ended.ended(1.0) and ended.value:
+            text = f"{'; '.join(ended.value)}. {text}"
+        answers = dict(attendance.answers)
+        positions = {rank: answers[rank].operation for rank in sorted(answers)}
+        head = position.split(";")[0]
+        return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
+
+    def _ended_by(self) -> list[str]:
+        """The errors that other ranks have ended by."""
+        return [
+            f"rank {rank} has ended by {text}"
+            for rank in range(self._size)
+            if rank != self._rank
+            and self._store.check([self._key("ended", rank)])
+            and (text := self._store.get(self._key("ended", rank)).decode())
+        ]
+
+    def _oldest(self) -> str | None:
+        """The oldest operation that has not ended."""
+        for operation in list(self._in_flight):
+            if not _has_arrived(operation.work):
+                return str(operation)
+        return None
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Tell the others before this process ends; then what the hook was before."""
+        if is_of_communication(error):
+            # Not alone: the others wait as well, and who ends first looks like the one at fault.
+            told = str(error).strip().split("\n")[0]
+            _log.critical("%s", self._held(f"{kind.__name__}: {told}"))
+        elif not isinstance(error, CollectiveError):
+            self._say_ended(f"{kind.__name__}: {str(error).strip()}")
+        self._hook(kind, error, trace)
+
+    def _goodbye(self) -> None:
+        self._say_ended("")
+
+    def _say_ended(self, text: str) -> None:
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+
+        def tell() -> None:
+            self._store.set(self._key("ended"), text)
+            self._store.add("samestep/watch/ended", 1)
+
+        Background(tell).ended(1.0)
+
+
+def _has_arrived(work: dist.Work | None) -> bool:
+    """Whether the device is done with it; False if the device does not say so in time."""
+    if work is None:
+        return True
+    asked = Background(work.is_completed)
+    return asked.ended(DEVICE_S) and bool(asked.value)
+
+
+@cache
+def _number_of(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+def _line_of(thread: int | None) -> tuple[bool, str]:
+    """Whether a thread is where one waits for other ranks, and the line of the script it is at."""
+    frame = sys._current_frames().get(thread or 0)
+    if frame is None:
+        return False, "an unknown place"
+    stack = [
+        each
+        for each in traceback.extract_stack(frame)
+        if "site-packages" in each.filename or not each.filename.startswith(STANDARD_LIBRARY)
+    ]
+    scripts = [each for each in stack if not each.filename.startswith(WAITING_IN)]
+    if not scripts:
+        return False, "an unknown place"
+    return scripts[-1] is not stack[-1], f"{scripts[-1].filename}:{scripts[-1].lineno}"
+
+
+def end_process(error: CollectiveError, thread: int) -> None:
+    """Say why, raise it in a thread, let go of what that waits for, and see to the end."""
+    _log.critical("%s", error)
+    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        # Ends the process also where Python is no more, inside destructors of communicators.
+        signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_S)
+
+    def make(self: CollectiveError) -> None:
+        CollectiveError.__init__(self, str(error), error.operation, error.positions)
+
+    # A thread is given a class, not an instance.
+    kind = type("CollectiveError", (CollectiveError,), {"__init__": make})
+    kind.__module__ = CollectiveError.__module__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+    Background(torch_nccl.abort)
+    time.sleep(GRACE_S)
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# --- one for each process ------------------------------------------------------------------------
+
+_current: tuple[Any, Watch | None] | None = None  # the default group, and its watch
+
+
+def start() -> Watch | None:
+    """The watch of the default group; the first call makes it, once for each default group.
+
+    There is none for ranks that are threads, or where the environment has SAMESTEP_WATCH=0.
+    """
+    global _current
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    if _current is not None and _current[0] is world:
+        return _current[1]
+    if _current is not None and _current[1] is not None:
+        _current[1].stop()
+    watch = None
+    known = any(name in str(dist.get_backend()) for name in BACKENDS)
+    if known and dist.get_world_size() > 1 and os.environ.get(OFF) != "0":
+        with suppress(AttributeError, RuntimeError):  # a group made in Python may have no store
+            store = world.get_group_store()
+            with suppress(AttributeError, RuntimeError):
+                store = store.clone()  # so that nobody's wait holds up the other
+            watch = Watch(
+                store,
+                dist.get_rank(),
+                dist.get_world_size(),
+                on_device="nccl" in str(dist.get_backend()),
+                patience=patience_of(default_timeout()),
+            )
+    _current = world, watch
+    return watch
+
+
+def _off_in_child() -> None:
+    global _current
+    _current = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_off_in_child)

@@ -46,6 +46,7 @@ class _Job:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     collective_timeout: float
+    backend: str
     grace: float
     directory: Path
     parent: int
@@ -68,9 +69,10 @@ def run_forked(
     *args: Any,
     timeout: float | Callable[[], float] = 30.0,
     collective_timeout: float = 10.0,
+    backend: str = "gloo",
     grace: float = GRACE,
 ) -> list[Any]:
-    """Return ``[fn(rank, *args) for each rank]``, run in forked processes joined by gloo.
+    """Return ``[fn(rank, *args) for each rank]``, run in forked processes of one process group.
 
     No thread that has multiplied matrices may be ending or computing meanwhile: with MKL a product
     in a rank can then spin for ever.
@@ -82,6 +84,8 @@ def run_forked(
         timeout: Seconds, from when all ranks have begun, after which those that have not returned
             are ended; a function may give them more as they get on.
         collective_timeout: The timeout of the default process group, in seconds.
+        backend: Of the default process group. NCCL works as long as this process itself has not
+            used CUDA.
         grace: Seconds that the other ranks have to end by themselves after the first failure.
 
     Raises:
@@ -95,7 +99,7 @@ def run_forked(
     # new thread forks. It outlives the ranks, since its end would count as the parent's death.
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory, ThreadPoolExecutor(1) as forker:
         pipes = *os.pipe(), *os.pipe()
-        limits = collective_timeout, grace
+        limits = collective_timeout, backend, grace
         job = _Job(world_size, fn, args, *limits, Path(directory), os.getpid(), *pipes)
         processes = [fork.Process(target=_run_rank, args=(job, r)) for r in range(world_size)]
         forking = forker.submit(_fork_all, processes)
@@ -149,7 +153,7 @@ def _run_rank(job: _Job, rank: int) -> None:
         job.file("begun", rank).touch()
         timeout = timedelta(seconds=job.collective_timeout)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout
+            job.backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout
         )
         # A rank that fails at once must not break the connections that others still set up.
         _meet(store, "connected", rank, job.world_size, timeout)
@@ -309,6 +313,9 @@ def _end_processes(job: _Job, processes: Sequence[BaseProcess]) -> None:
         if process.pid is not None:
             process.join()
             process.close()
+
+
+NCCL = "cpu:gloo,cuda:nccl"  # a backend: the host's own messages go by gloo
 
 
 def nccl_devices() -> int:

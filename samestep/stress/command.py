@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from samestep.comm.nccl import library_version
 from samestep.launch import TorchrunRank, torchrun_rank
+from samestep.launch.forked import nccl_devices
 from samestep.stress.campaign import (
     Campaign,
     CaseResult,
@@ -397,7 +399,7 @@ class Session:
                 break
 
     def _campaign(self) -> Campaign:
-        ranks: Ranks = ForkedRanks(self.world, self.options.watchdog, self.device)
+        ranks: Ranks = ForkedRanks(self.world, self.options.watchdog, self.device, self.backend)
         if self.device == "xla":
             ranks = XlaDevices(self.world, self.options.watchdog)
         if self.torchrun is not None:
@@ -426,6 +428,14 @@ class Session:
             self.console.print(mutants_table(self.mutants))
         self.console.print(closing_sentence(verdict, cases, self.mutants))
 
+    def _of_nccl(self) -> dict[str, Any]:
+        """Which NCCL it was, and whether ranks had a GPU each."""
+        found = library_version() if self.backend == "nccl" else None
+        if found is None:
+            return {}
+        ranks = self.world if self.torchrun is None else self.torchrun.local_world_size
+        return {"nccl": ".".join(map(str, found)), "shared_gpus": ranks > nccl_devices()}
+
     def _asked(self) -> dict[str, Any]:
         keys = (
             "scenario", "layout", "world_size", "backend", "device", "steps", "other_steps",
@@ -442,6 +452,7 @@ class Session:
             "fallback_reason": self.fallback_reason,
             "world_size": self.world,
             "device": self.device,
+            **self._of_nccl(),
             **machine(),
             "code": self._code,
         }

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from tyro.conf import arg
 
 import samestep
+from samestep.comm.nccl import sharing_problem
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.launch.forked import nccl_devices
@@ -21,7 +22,13 @@ from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, require_layouts
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS
-from samestep.tooling.request import BadRequestError, in_one_line, named_function, spelled
+from samestep.tooling.request import (
+    BadRequestError,
+    in_one_line,
+    named_function,
+    number_of_ranks,
+    spelled,
+)
 from samestep.xla import runtime
 
 Backend = Literal["gloo", "nccl"]
@@ -72,7 +79,9 @@ class Options:
     backend: Annotated[Backend | None, _unset("{gloo,nccl}", "nccl under torchrun if possible")] = (
         None
     )
-    """What carries the data; nccl needs torchrun and a CUDA device for every rank."""
+    """What carries the data; nccl needs a CUDA device for every rank, or --share-gpus."""
+    share_gpus: bool = False
+    """With nccl: several ranks may have one GPU. Shows correctness and order, never speed."""
     device: Annotated[Device | None, _unset("{cpu,cuda,xla}", "cuda with nccl")] = None
     """Where ranks compute. Over gloo several may share a GPU. xla: one program, a device a rank."""
     steps: int = 1000
@@ -174,16 +183,25 @@ class Options:
             if torchrun is not None:
                 raise BadRequestError("--device xla has one process: run it without torchrun")
             return "xla", None
-        devices = nccl_devices()
-        if torchrun is None:
-            reason = "ranks are forked; nccl needs torchrun"
-        elif devices < torchrun.local_world_size:
-            reason = f"{torchrun.local_world_size} ranks, but {devices} CUDA devices here"
-        else:
+        ranks = number_of_ranks(self.world_size, torchrun, least=1)
+        reason = self._reason_against_nccl(ranks if torchrun is None else torchrun.local_world_size)
+        if reason is None and (torchrun is not None or self.backend == "nccl"):
             return self.backend or "nccl", None
         if self.backend == "nccl":
             raise BadRequestError(f"--backend nccl cannot run: {reason}")
-        return "gloo", None if self.backend == "gloo" else reason
+        if self.backend == "gloo":
+            return "gloo", None
+        return "gloo", reason or "ranks that are forked use gloo, unless --backend nccl is given"
+
+    def _reason_against_nccl(self, ranks: int) -> str | None:
+        """Why so many ranks on this machine cannot use NCCL, with the way out."""
+        devices = nccl_devices()
+        if devices >= ranks:
+            return None
+        text = f"{ranks} ranks, but {devices} CUDA devices here"
+        if devices and self.share_gpus:
+            return sharing_problem()
+        return f"{text}; --share-gpus lets ranks share them" if devices else text
 
     def chosen_device(self, backend: Carrier) -> Device:
         device = self.device or ("cuda" if backend == "nccl" else "cpu")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from samestep.comm.messages import gather_on_first
 from samestep.launch import RanksFailed, TorchrunRank
-from samestep.launch.forked import run_forked
+from samestep.launch.forked import NCCL, run_forked
 from samestep.stress.rank import Ending, Message, Sample, Work, run_rank
 from samestep.xla import runtime
 
@@ -150,10 +150,13 @@ class ForkedRanks:
     processes: int | None = None  # that are forked; None: one for each rank
     broken = False  # new ones can always be forked
 
-    def __init__(self, world: int, watchdog: float, device: str = "cpu") -> None:
+    def __init__(
+        self, world: int, watchdog: float, device: str = "cpu", backend: str = "gloo"
+    ) -> None:
         self.world = world
         self.watchdog = watchdog
         self._on_gpu = device == "cuda"
+        self._backend = NCCL if backend == "nccl" else backend
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         """Run cases; whatever ranks do, they are gone afterwards, and no case is left out."""
@@ -195,6 +198,8 @@ class ForkedRanks:
             reports: dict[int, str] = {}
             try:
                 limits: dict[str, Any] = {"timeout": limit, "collective_timeout": self.watchdog}
+                if world > 1:
+                    limits["backend"] = self._backend
                 run_forked(self.processes or world, self._take_part, works, mailbox, **limits)
             except RanksFailed as failed:
                 reports = failed.reports
@@ -240,7 +245,7 @@ class TorchrunRanks:
         self.world = place.world_size
         self._rank = place.rank
         self._watchdog = timedelta(seconds=watchdog)
-        self._backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        self._backend = NCCL if backend == "nccl" else "gloo"
         self._device = shared_gpu(place.local_rank) if device == "cuda" else None
         self._store, _, _ = next(dist.rendezvous("env://", timeout=START))
         self._pulse = Pulse(self._store, place.rank, watchdog)

@@ -15,7 +15,7 @@ from tests.stress.example_receipt import receipt as made
 LATER = {  # what receipts did not always have, or have on XLA alone
     "asked": ["device", "other_steps"],
     "case": ["reason", "program"],
-    "ran": ["code", "stretches"],
+    "ran": ["code", "nccl", "shared_gpus", "stretches"],
 }
 SAMPLE = "cases[0].samples[0]"
 

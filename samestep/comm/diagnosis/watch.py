@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from samestep.comm.diagnosis import torch_nccl
+from samestep.comm import nccl
 from samestep.comm.diagnosis.flight import CollectiveError, is_of_communication
 from samestep.comm.diagnosis.roll_call import (
     ANSWER_S,
@@ -144,7 +144,7 @@ class Watch:
         *,
         on_device: bool,
         end: "Callable[[CollectiveError, int], None] | None" = None,
-        torch_operations: Callable[[float], Sequence[str]] = torch_nccl.operations_in_flight,
+        torch_operations: Callable[[float], Sequence[str]] = nccl.operations_in_flight,
         patience: float | None = None,
     ) -> None:
         self._store = store
@@ -469,7 +469,7 @@ def end_process(error: CollectiveError, thread: int) -> None:
     kind = type("CollectiveError", (CollectiveError,), {"__init__": make})
     kind.__module__ = CollectiveError.__module__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
-    Background(torch_nccl.abort)
+    Background(nccl.abort)
     time.sleep(GRACE_S)
     sys.stderr.write(f"{error}\n")
     sys.stderr.flush()

@@ -1,10 +1,12 @@
-"""Private functions of torch about NCCL: what its own recorder has seen, and the abort.
+"""NCCL: its version, whether ranks may share a GPU, torch's own record of it, and the abort.
 
-There is no public way to ask which collectives of torch itself, such as FSDP2's, are in flight.
+The private functions of torch that this needs are all here: there is no public way to ask which
+collectives of torch itself, such as FSDP2's, are in flight.
 """
 
 import ctypes
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -58,4 +60,24 @@ def library_version() -> tuple[int, int, int] | None:
             ctypes.CDLL(name).ncclGetVersion(ctypes.byref(number))
             major, rest = divmod(number.value, 10000)
             return major, *divmod(rest, 100)
+    return None
+
+
+# The first version in which several ranks may share a GPU, if the environment allows it.
+SHARES_GPUS, ALLOWS_SHARING = (2, 30, 0), "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def sharing_problem() -> str | None:
+    """Why NCCL would refuse several ranks on one GPU here, with the way out; None: it would not."""
+    found = library_version()
+    if found is None:
+        return "this torch has no NCCL"
+    if found < SHARES_GPUS:
+        return (
+            f"NCCL {'.'.join(map(str, found))} wants a GPU for every rank; from 2.30 on ranks may "
+            "share one: pip install --target DIR nvidia-nccl-cu13==2.31.2, and start with "
+            "LD_PRELOAD=DIR/nvidia/nccl/lib/libnccl.so.2"
+        )
+    if os.environ.get(ALLOWS_SHARING) != "1":
+        return f"NCCL lets ranks share a GPU only with {ALLOWS_SHARING}=1 in the environment"
     return None

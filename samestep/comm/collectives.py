@@ -8,7 +8,6 @@ result may be the very tensor that was given.
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 from samestep.comm.diagnosis import recorder, watch
 from samestep.comm.diagnosis.flight import CollectiveError as CollectiveError
 from samestep.comm.diagnosis.flight import Flight
-from samestep.comm.groups import Levels, RankGroup, timeout_of
+from samestep.comm.groups import Levels, RankGroup
 from samestep.plan.transfers import Traffic, Transfer, gather_of, of_segments
 
 T = TypeVar("T")
@@ -396,38 +395,14 @@ def _launch(
     transfer: Transfer, group: RankGroup, device: torch.device, call: Callable[[], dist.Work | None]
 ) -> Flight:
     """Every collective passes here."""
-    watched = watch_of(group, device)
+    watched = watch.of(group.handle) if device.type == "cuda" else None
+    operation = None if watched is None else watched.launching(transfer, group.members)
     recording = recorder.current
     if recording is not None:
         flight = recording.launch(transfer, group, device, call)
     else:
         flight = Flight(transfer.name, group, call, on_host=device.type == "cpu")
-    if watched is not None:
-        flight.operation = watched.launched(transfer, group.members, flight.work)
+    if operation is not None:
+        operation.work, operation.launched = flight.work, True
+        flight.operation = operation
     return flight
-
-
-class _Watched(NamedTuple):
-    """The watch of this process, and how long a group's operations may be in flight."""
-
-    watch: watch.Watch
-    patience: float
-
-    def launched(
-        self, transfer: Transfer, ranks: tuple[int, ...], work: dist.Work | None
-    ) -> watch.Operation:
-        return self.watch.launched(transfer, ranks, work, self.patience)
-
-
-_watched: WeakKeyDictionary[dist.ProcessGroup, _Watched | None] = WeakKeyDictionary()
-
-
-def watch_of(group: RankGroup, device: torch.device) -> _Watched | None:
-    """What watches over a group's collectives on a device; None where the host waits for them."""
-    if device.type != "cuda":
-        return None
-    if group.handle not in _watched:
-        found = watch.start() if is_nccl(group, device) else None
-        limit = watch.patience_of(timeout_of(group.handle))
-        _watched[group.handle] = None if found is None else _Watched(found, limit)
-    return _watched[group.handle]

@@ -21,7 +21,7 @@ def operations_in_flight(seconds: float) -> Sequence[str]:
     Torch records them by itself, as long as TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
     """
     with suppress(AttributeError, ImportError, ValueError, KeyError, TypeError):
-        from torch._C._distributed_c10d import _dump_nccl_trace_json
+        from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined]
 
         trace = json.loads(_dump_nccl_trace_json(includeCollectives=True, onlyActive=True))
         before = time.time_ns() - seconds * 1e9

@@ -1,5 +1,7 @@
 """What is tried rather than asked for: two ranks over gloo, and a step on a GPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ def step_on_two_ranks(timeout: float) -> bool:
     Raises what `launch.run_forked` does: RanksFailed, or RuntimeError where nothing can be forked.
     """
     cpu = torch.device("cpu")
-    limits = {"timeout": timeout, "collective_timeout": timeout}
+    limits: dict[str, Any] = {"timeout": timeout, "collective_timeout": timeout}
     of_ranks = run_forked(2, lambda rank: _step(_gradients(rank), cpu), **limits)
     mean = [(first + second) / 2 for first, second in zip(*map(_gradients, (0, 1)), strict=True)]
     alone = _step(mean, cpu)

@@ -27,6 +27,10 @@ from samestep.stress.campaign import (
     stopped_once,
 )
 from samestep.stress.compare import changes_table, compare, read_receipt
+from samestep.stress.faults import FAULTS, FaultResult, run_faults
+from samestep.stress.faults import LAYOUTS as FAULT_LAYOUTS
+from samestep.stress.faults import cases as fault_cases
+from samestep.stress.faults import receipt_of as faults_receipt
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS
 from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.options import Options
@@ -239,6 +243,8 @@ def run(options: Options) -> int:
         console.print(known_table())
         return 0
     options.check()
+    if options.faults:
+        return _faults(console, options)
     options = options.quickened()
     return Session(options, torchrun_rank(), console).run()
 
@@ -456,6 +462,48 @@ class Session:
             **machine(),
             "code": self._code,
         }
+
+
+def _faults(console: Console, options: Options) -> int:
+    """Run the faults in every layout that they are for; a table, and faults.json."""
+    if torchrun_rank() is not None:
+        raise BadRequestError("--faults start their own ranks: run it without torchrun")
+    check_folder(options.out)
+    world = number_of_ranks(options.world_size, None, least=2)
+    backend, _ = options.chosen_backend(None)
+    layouts = tuple(FAULT_LAYOUTS) if options.layout == "all" else tuple(options.layout.split(","))
+    asked = fault_cases(tuple(FAULTS), layouts, world, backend, options.watchdog)
+    results: list[FaultResult] = []
+    table = Table("layout", "fault", "", Column("s", justify="right"), "what another rank said")
+
+    def on_result(result: FaultResult) -> None:
+        results.append(result)
+        slowest = max((each.seconds or 0.0 for each in result.reports), default=0.0)
+        mark = "[green]named[/]" if result.passed else "[bold red]FAILED[/]"
+        worst_first = sorted(result.reports, key=lambda each: each.named)
+        said = worst_first[0].message[:200] if worst_first else ""
+        table.add_row(result.layout, result.fault, mark, f"{slowest:.1f}", escape(said))
+        display.done()
+
+    with Display(console, len(asked), f"{len(asked)} faults on {backend} ranks") as display:
+        start = time.monotonic()
+        run_faults(asked, options.lanes, on_result)
+    found = library_version() if backend == "nccl" else None
+    ran = {
+        "actual_backend": backend,
+        "world_size": world,
+        "seconds": time.monotonic() - start,
+        **({} if found is None else {"nccl": ".".join(map(str, found))}),
+        **machine(),
+        "code": code_digest(),
+    }
+    write_files(options.out, {"faults.json": faults_receipt(results, ran)})
+    console.print(table)
+    failed = sum(not each.passed for each in results)
+    good = f"[green]All {len(results)} faults were named by every other rank, and all ended.[/]"
+    console.print(f"[bold red]{failed} of {len(results)} faults failed.[/]" if failed else good)
+    console.print(f"Wrote faults.json to {options.out}.", soft_wrap=True)
+    return 1 if failed else 0
 
 
 def _compare(console: Console, first: Any, second: Any) -> int:

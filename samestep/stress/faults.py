@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import samestep
-from samestep.comm.collectives import total
+from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import registry
 from samestep.launch.forked import end_with
 from samestep.mesh import build
@@ -92,7 +92,7 @@ class Loss(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         if self.armed:
-            value.register_hook(self._raise)
+            value.register_hook(self._raise)  # type: ignore[no-untyped-call]
         return value
 
     @staticmethod
@@ -118,13 +118,11 @@ def _goes_wrong(fault: str, optimizer: samestep.MuonAdamW, loss: Loss) -> Iterat
             whole, device = registry.of(), next(iter(optimizer.param_groups[0]["params"])).device
             total("something else", torch.ones(3, device=device), whole).wait()
         case "shape":
-            from samestep.comm import presence
 
             def longer(name: str, values: Tensor, group: Any) -> Any:
-                return known(name, torch.cat([values, values]), group)
+                return maximum(name, torch.cat([values, values]), group)
 
-            known = presence.maximum
-            with mock.patch.object(presence, "maximum", longer):
+            with mock.patch("samestep.comm.presence.maximum", longer):
                 yield
             return
     yield

@@ -399,7 +399,7 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
     asked = {key: asdict(case)[key] for key in keys} | {"compile": decision.receipt()}
     try:
         # Stages compile one after the other, and the others wait in a collective.
-        limits = {"timeout": timeout, "collective_timeout": timeout}
+        limits: dict[str, Any] = {"timeout": timeout, "collective_timeout": timeout}
         outcomes = run_forked(case.ranks, run_rank, case, reference(case), **limits)
     except RanksFailed as error:
         return {**asked, "verdict": "fail", "why": [str(error)[-2000:]]}

@@ -18,6 +18,7 @@ from samestep.comm.nccl import sharing_problem
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.launch.forked import nccl_devices
+from samestep.stress.faults import LAYOUTS as FAULT_LAYOUTS
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, require_layouts
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
@@ -65,6 +66,7 @@ class Options:
         samestep stress --scenario dist_adamw_muon --world-size 4
         samestep stress --continue                  # after Ctrl-C, or worse
         samestep stress --mutants                   # does it catch every known bug?
+        samestep stress --faults                    # is a rank that dies named by the others?
         samestep stress --compare A.json B.json     # what changed between two?
     """
 
@@ -106,6 +108,8 @@ class Options:
     """Folder for receipt.json and report.html; made if missing."""
     mutants: bool = False
     """Run the known bugs instead: each must be caught by the check that its story names."""
+    faults: bool = False
+    """Have ranks killed, stopped and led astray instead: the others must end and name them."""
     compare: tuple[Path, Path] | None = None
     """Say what changed between two receipts, and run nothing."""
     list: bool = False
@@ -115,7 +119,10 @@ class Options:
         """Raise BadRequestError for what can never run."""
         for name in () if self.scenario == "all" else self.scenario.split(","):
             _known("--scenario", name, EVERY_SCENARIO)
-        if self.layout != "all":
+        if self.faults:
+            for name in () if self.layout == "all" else self.layout.split(","):
+                _known("--layout", name, FAULT_LAYOUTS)
+        elif self.layout != "all":
             _known("--layout", self.layout, {**EVERY_LAYOUT, **LAYOUT_SETS})
         else:
             try:
@@ -138,6 +145,11 @@ class Options:
             raise BadRequestError(
                 "--quick has scenarios and layouts of its own: leave it out with --mutants, "
                 "--device xla and --model"
+            )
+        if self.faults and (self.mutants or self.quick or self.goes_on or self.device == "xla"):
+            raise BadRequestError(
+                "--faults are a run of their own: leave out --mutants, --quick, --continue and "
+                "--device xla"
             )
         if self.mutants and self.goes_on:
             raise BadRequestError("--continue is for scenarios: leave it out with --mutants")

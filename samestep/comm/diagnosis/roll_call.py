@@ -79,7 +79,6 @@ def _stat(pid: int) -> tuple[str, str] | None:
 ANSWER_S = 5.0  # from the launch of the operation that failed
 LAST_CALL_S = 1.0  # at least, from the failure
 POLL_S = 0.02
-MOST_POSITIONS = 16
 
 
 class Answer(NamedTuple):
@@ -191,13 +190,14 @@ def _until(deadline: float, condition: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
 
 
-def verdict(
-    attendance: Attendance, mine: int, members: Sequence[int], *, details: bool = False
-) -> str:
-    """Who is missing, then the first error that is known. `members` are global ranks by place.
+def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:
+    """Who is missing, then the first error that is known. `members` are global ranks by place."""
+    parts = missing(attendance, members) or [_nobody_missing(attendance, members)]
+    return ". ".join(["; ".join(parts), *_error(attendance, mine)])
 
-    details: also where each rank is that answered, of at most `MOST_POSITIONS`.
-    """
+
+def missing(attendance: Attendance, members: Sequence[int]) -> list[str]:
+    """Who has not answered, in words; empty if all have."""
     silent = set(attendance.expected) - attendance.answers.keys() - attendance.ended
     parts = []
     if attendance.ended:
@@ -208,21 +208,7 @@ def verdict(
         parts.append(f"{_ranks(silent, members)} did not answer within {seconds}")
     elif silent:
         parts.append(_without_store(attendance, silent, members))
-    if details:
-        parts += [
-            f"rank {members[place]} is in no collective, but at {answer.outside}"
-            for place, answer in sorted(attendance.answers.items())
-            if answer.outside is not None
-        ]
-    if details and not parts:
-        parts.append("all ranks answered, so none is missing")
-    elif not parts:
-        parts.append(_nobody_missing(attendance, members))
-    sentences = ["; ".join(parts), *_error(attendance, mine)]
-    if details:
-        places = sorted(attendance.answers)[:MOST_POSITIONS]
-        sentences += [f"Rank {members[p]}: {attendance.answers[p].operation}" for p in places]
-    return ". ".join(sentences)
+    return parts
 
 
 def _without_store(attendance: Attendance, silent: set[int], members: Sequence[int]) -> str:

@@ -36,7 +36,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +44,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -53,15 +54,16 @@ from samestep.comm.diagnosis.flight import CollectiveError, is_of_communication
 from samestep.comm.diagnosis.roll_call import (
     ANSWER_S,
     Answer,
+    Attendance,
     Background,
     RollCall,
     has_ended,
+    missing,
     ranks_text,
     this_process,
-    verdict,
 )
 from samestep.comm.events import has_passed, recorded_event
-from samestep.comm.groups import default_timeout
+from samestep.comm.groups import default_timeout, timeout_of
 from samestep.plan.transfers import Transfer
 
 POLL_S = 0.5
@@ -69,6 +71,8 @@ RANKS_PER_POLL_S = 256  # of larger jobs each rank asks the store less often
 ROLL_CALL_S = 2.0  # that other ranks have for an answer: several polls
 SUSPICIOUS_S = 1.0  # in flight for longer than that: the others are asked after
 DEVICE_S = 2.0  # for an answer of the device, which may not come while it is stuck
+MOST_POSITIONS = 16
+NEWLINE = "\n"
 GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
 STEPS_KEPT = 8  # whose operations are compared between ranks
 BACKENDS = ("gloo", "nccl")
@@ -97,17 +101,29 @@ def patience_of(timeout: timedelta | None) -> float:
 
 @dataclass(slots=True)
 class Operation:
-    """A collective as this rank launched it; `work` is torch's, None if nothing was sent."""
+    """A collective as this rank launches it.
+
+    work: torch's; None while it is being launched, which waits for others where a communicator is
+        made first, and where nothing is sent.
+    """
 
     number: int  # 1, 2, ... in this process
     step: int
     name: str
     elements: int
     ranks: tuple[int, ...]
-    work: dist.Work | None
-    launched: float  # time.monotonic()
+    begun: float  # time.monotonic()
     patience: float
+    work: dist.Work | None = None
+    launched: bool = False
     waited: bool = False  # some stream waits for it
+
+    def has_arrived(self) -> bool:
+        """Whether the device is done with it; False if the device does not say so in time."""
+        if not self.launched or self.work is None:
+            return self.launched
+        asked = Background(self.work.is_completed)
+        return asked.ended(DEVICE_S) and bool(asked.value)
 
     def __str__(self) -> str:
         return (
@@ -117,10 +133,10 @@ class Operation:
 
 
 class StepRecord(NamedTuple):
-    """The operations of one step on one group: how many so far, and a digest of their order."""
+    """How many operations one group had by the end of a step, and a digest of their order."""
 
     step: int
-    count: int
+    launched: int
     digest: int
 
 
@@ -175,14 +191,12 @@ class Watch:
 
     # --- told by the thread that steps: no call of the device but one event a step ---------------
 
-    def launched(
-        self, transfer: Transfer, ranks: tuple[int, ...], work: dist.Work | None, patience: float
-    ) -> Operation:
-        """Take note of a collective; costs the host about two microseconds."""
+    def launching(self, transfer: Transfer, ranks: tuple[int, ...], patience: float) -> Operation:
+        """Take note of a collective before its launch; costs the host about two microseconds."""
         self._count += 1
         now = self._heard = time.monotonic()
         operation = Operation(
-            self._count, self._step, transfer.name, transfer.elements, ranks, work, now, patience
+            self._count, self._step, transfer.name, transfer.elements, ranks, now, patience
         )
         self._in_flight.append(operation)
         count, digest = self._groups.get(ranks, (0, 0))
@@ -281,20 +295,20 @@ class Watch:
 
     def _oldest_age(self) -> float:
         with suppress(IndexError):  # the other thread may take it away meanwhile
-            return time.monotonic() - self._in_flight[0].launched
+            return time.monotonic() - self._in_flight[0].begun
         return 0.0
 
     def _stuck(self) -> str | None:
         """An operation that has been in flight for too long: ours, or one of torch."""
         now = time.monotonic()
         for operation in list(self._in_flight):
-            if now - operation.launched < operation.patience:
+            if now - operation.begun < operation.patience:
                 break
-            if _has_arrived(operation.work):
+            if operation.has_arrived():
                 with suppress(ValueError):
                     self._in_flight.remove(operation)
                 continue
-            return f"has been in flight for {now - operation.launched:.0f} s"
+            return f"{operation.name} has been in flight for {now - operation.begun:.0f} s"
         if self._patience is not None and now - self._heard > self._patience:
             found = Background(lambda: self._torch_operations(self._patience or 0.0))
             if found.ended(DEVICE_S) and found.value:
@@ -344,7 +358,7 @@ class Watch:
                 for ranks in mine.keys() & step.keys():
                     if mine[ranks].step == step[ranks].step and mine[ranks] != step[ranks]:
                         number = mine[ranks].step
-                        counts = mine[ranks].count, step[ranks].count
+                        counts = mine[ranks].launched, step[ranks].launched
                         kinds = (
                             f"{counts[0]} and {counts[1]} so far"
                             if counts[0] != counts[1]
@@ -369,33 +383,32 @@ class Watch:
         inside, line = _line_of(self._thread_of_steps)
         operation = self._oldest()
         waits = inside or reason is not None or operation is not None
-        position = f"{operation or 'no operation of samestep'}; step {self._step}; at {line}"
+        position = f"{operation or 'no operation of samestep'}, step {self._step}, at {line}"
         answer = Answer(position, reason, None if waits else line)
         since = time.monotonic() - ANSWER_S + ROLL_CALL_S
         attendance = self._calls.hold(answer, since, range(self._size))
-        text = verdict(attendance, self._rank, range(self._size), details=True)
-        ended = Background(self._ended_by)
-        if ended.ended(1.0) and ended.value:
-            text = f"{'; '.join(ended.value)}. {text}"
-        answers = dict(attendance.answers)
+        known = Background(self._ended_by)
+        errors = (known.value or {}) if known.ended(1.0) else {}
+        answers = dict(attendance.answers)  # a copy: the roll call may still be at it
+        text = _verdict(attendance, answers, errors, self._rank)
         positions = {rank: answers[rank].operation for rank in sorted(answers)}
-        head = position.split(";")[0]
+        head = operation or "no operation of samestep"
         return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
 
-    def _ended_by(self) -> list[str]:
-        """The errors that other ranks have ended by."""
-        return [
-            f"rank {rank} has ended by {text}"
-            for rank in range(self._size)
-            if rank != self._rank
-            and self._store.check([self._key("ended", rank)])
-            and (text := self._store.get(self._key("ended", rank)).decode())
-        ]
+    def _ended_by(self) -> dict[int, str]:
+        """The errors by which other ranks have ended."""
+        keys = {rank: self._key("ended", rank) for rank in range(self._size) if rank != self._rank}
+        found = {
+            rank: self._store.get(key).decode()
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
+        return {rank: text for rank, text in found.items() if text}
 
     def _oldest(self) -> str | None:
         """The oldest operation that has not ended."""
         for operation in list(self._in_flight):
-            if not _has_arrived(operation.work):
+            if not operation.has_arrived():
                 return str(operation)
         return None
 
@@ -403,12 +416,11 @@ class Watch:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Tell the others before this process ends; then what the hook was before."""
+        told = f"{kind.__name__}: {str(error).strip().split(NEWLINE)[0]}"
         if is_of_communication(error):
             # Not alone: the others wait as well, and who ends first looks like the one at fault.
-            told = str(error).strip().split("\n")[0]
-            _log.critical("%s", self._held(f"{kind.__name__}: {told}"))
-        elif not isinstance(error, CollectiveError):
-            self._say_ended(f"{kind.__name__}: {str(error).strip()}")
+            _log.critical("%s", self._held(told))
+        self._say_ended(told)
         self._hook(kind, error, trace)
 
     def _goodbye(self) -> None:
@@ -426,12 +438,27 @@ class Watch:
         Background(tell).ended(1.0)
 
 
-def _has_arrived(work: dist.Work | None) -> bool:
-    """Whether the device is done with it; False if the device does not say so in time."""
-    if work is None:
-        return True
-    asked = Background(work.is_completed)
-    return asked.ended(DEVICE_S) and bool(asked.value)
+def _verdict(
+    attendance: Attendance, answers: Mapping[int, Answer], errors: Mapping[int, str], mine: int
+) -> str:
+    """Sentences: who is at fault as far as is known, why this rank has asked, and where all are."""
+    ranks = range(len(attendance.expected))
+    parts = [f"rank {rank} has ended by {text}" for rank, text in errors.items()]
+    parts += missing(attendance, ranks)
+    parts += [
+        f"rank {rank} is in no collective, but at {answers[rank].outside}"
+        for rank in sorted(answers)
+        if answers[rank].outside is not None
+    ]
+    reasons = [answers[mine].error, *(answers[rank].error for rank in sorted(answers))]
+    reason = next((each for each in reasons if each is not None), None)
+    if reason is not None:
+        parts.append(reason)
+    elif not parts:
+        parts.append("all ranks answered, so none is missing")
+    shown = sorted(answers)[:MOST_POSITIONS]
+    where = [f"rank {rank} in {answers[rank].operation}" for rank in shown]
+    return f"{'; '.join(dict.fromkeys(parts))}. Where they were: {'; '.join(where)}"
 
 
 @cache
@@ -498,9 +525,7 @@ def start() -> Watch | None:
     known = any(name in str(dist.get_backend()) for name in BACKENDS)
     if known and dist.get_world_size() > 1 and os.environ.get(OFF) != "0":
         with suppress(AttributeError, RuntimeError):  # a group made in Python may have no store
-            store = world.get_group_store()
-            with suppress(AttributeError, RuntimeError):
-                store = store.clone()  # so that nobody's wait holds up the other
+            store = _own_connection(world.get_group_store())  # type: ignore[union-attr]
             watch = Watch(
                 store,
                 dist.get_rank(),
@@ -510,6 +535,38 @@ def start() -> Watch | None:
             )
     _current = world, watch
     return watch
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own, where it has any: waits hold up no other."""
+    try:
+        return store.clone()  # type: ignore[attr-defined, no-any-return]
+    except (AttributeError, RuntimeError):
+        return store
+
+
+class GroupWatch(NamedTuple):
+    """The watch of this process, and how long operations of one group may be in flight."""
+
+    watch: Watch
+    patience: float
+
+    def launching(self, transfer: Transfer, ranks: tuple[int, ...]) -> Operation:
+        """See `Watch.launching`."""
+        return self.watch.launching(transfer, ranks, self.patience)
+
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, GroupWatch | None] = WeakKeyDictionary()
+
+
+def of(handle: dist.ProcessGroup) -> GroupWatch | None:
+    """Watches the operations of a group on a GPU; None where the host waits for them."""
+    if handle not in _groups:
+        on_device = "cuda:nccl" in str(dist.get_backend_config(handle))
+        found = start() if on_device else None
+        limit = patience_of(timeout_of(handle))
+        _groups[handle] = None if found is None else GroupWatch(found, limit)
+    return _groups[handle]
 
 
 def _off_in_child() -> None:

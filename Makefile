@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Ranks and commands of the tests start faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-xla xla_receipts \
+.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-nccl test-xla xla_receipts \
 	test-browser test-integrations test-peers site pages dist test-matrix clean
 
 venv: $(STAMP)
@@ -95,6 +95,11 @@ soak_%: venv
 # What needs a GPU, where there is one.
 test-gpu: venv
 	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -n 4 --dist worksteal
+
+# What needs NCCL with several ranks: a GPU for each of four, or NCCL 2.30 on one GPU that they share
+# (docs/gpu.md). Says why where it cannot run.
+test-nccl: venv
+	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -rs -n 0 tests/nccl
 
 # What needs XLA: torch 2.9 and torch_xla, on virtual devices of the CPU; and the core with that
 # torch, which is the oldest that it runs with. Programs are compiled half as long without XLA's

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.nccl import sharing_problem
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.tooling.request import BadRequestError
 
@@ -47,15 +48,16 @@ def joined(device: str) -> Iterator[World]:
     if place.local_world_size == place.world_size and sys.platform == "linux":
         # On one machine: its own name may not resolve to an address that gloo can use.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # NCCL refuses two ranks on one GPU; gloo takes them.
+    # NCCL refuses two ranks on one GPU, unless its environment allows that; gloo takes them.
     own_gpu = here.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
-    backend = "nccl" if own_gpu else "gloo"
+    over_nccl = own_gpu or (here.type == "cuda" and sharing_problem() is None)
+    backend = "nccl" if over_nccl else "gloo"
     dist.init_process_group(
         backend,
         store=_store(),
         rank=place.rank,
         world_size=place.world_size,
-        device_id=here if own_gpu else None,
+        device_id=here if over_nccl else None,
     )
     try:
         yield World(place.rank, place.world_size, here)

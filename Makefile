@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Ranks and commands of the tests start faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-nccl test-xla xla_receipts \
+.PHONY: venv demo train test lint types unit test-repeat coverage soak bits bits-compare bench test-gpu test-nccl test-xla xla_receipts \
 	test-browser test-integrations test-peers site pages dist test-matrix clean
 
 venv: $(STAMP)
@@ -91,6 +91,16 @@ soak_%: venv
 		--out out/soak_$*
 	mkdir -p receipts/soak_$*
 	cp out/soak_$*/receipt.json receipts/soak_$*/
+
+# Digests of parameters and state after 100 steps, of every scenario and layout on 1 to 4 ranks, to
+# compare two versions of the code on one machine.
+OUT ?= out/bits
+LANES ?= 2
+bits: venv
+	$(PY) -m tests.bits make $(OUT) --lanes $(LANES)
+
+bits-compare: venv
+	$(PY) -m tests.bits compare $(A) $(B)
 
 # What needs a GPU, where there is one.
 test-gpu: venv

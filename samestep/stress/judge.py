@@ -22,6 +22,7 @@ and of one XLA program for all devices
     memory      no device holds much more state than an even part
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -219,6 +220,7 @@ class SampleVerdict:
     layouts: Distance | None
     collectives: int
     same_collectives: bool
+    bits: str  # digest of the parameters and state of all ranks
 
 
 @dataclass
@@ -266,7 +268,8 @@ class Judge:
         if step in self.base and (comparable or self.exact):
             layouts = self._distance(first, self.base[step])
         same = len({(sample.collectives, sample.digest) for sample in ranks}) == 1
-        verdict = SampleVerdict(step, replicas, reference, layouts, first.collectives, same)
+        bits = fingerprint(ranks)
+        verdict = SampleVerdict(step, replicas, reference, layouts, first.collectives, same, bits)
         self.verdicts.append(verdict)
         self._judge(verdict, first)
         return verdict
@@ -373,6 +376,22 @@ def _beyond_limits(
         away = getattr(distance, family, None)
         if away is not None and not away <= limit:
             yield family, away, limit
+
+
+def fingerprint(ranks: Sequence[Sample]) -> str:
+    """A digest of parameters and state: one if all ranks hold equal bits, else one for each kind."""
+    return " ".join(sorted({_digest(sample) for sample in ranks}))
+
+
+def _digest(sample: Sample) -> str:
+    """Equal for equal names, keys, dtypes, shapes and bits; 0.0 and -0.0 are not equal."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, entries in sorted({"": sample.params, **sample.state}.items()):
+        for key, value in sorted(entries.items()):
+            digest.update(f"{name}\0{key}\0{value.dtype}\0{tuple(value.shape)}\n".encode())
+            bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(bits.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def difference(one: Tensor, other: Tensor) -> float:

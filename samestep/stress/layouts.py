@@ -180,7 +180,7 @@ for _layout in (
 
 # State in the host's memory, that comes to the device in windows.
 _OFFLOAD = {"offload": "state"}
-for _layout in (
+_OFFLOADED = (
     Layout("one_process_offload", "one_process, state on the host", _OFFLOAD, one_process=True),
     Layout("none_offload", "none, state on the host", {"sharding": "none", **_OFFLOAD}),
     Layout("zero2_offload", "zero2_overlap, state on the host", {**_ZERO2, **_OVERLAP, **_OFFLOAD}),
@@ -190,7 +190,8 @@ for _layout in (
         {**_FLAT, **_ZERO2, **_OVERLAP, **_OFFLOAD},
     ),
     Layout("fsdp2_offload", "fsdp2_parallel, state on the host", _OFFLOAD, parameters="fsdp2"),
-):
+)
+for _layout in _OFFLOADED:
     register(_layout, on_request=True)
 
 # DTensors of which other meshes hold copies, that the optimizer averages.
@@ -268,6 +269,7 @@ for _layout in _SPMD:
 # Names for several layouts at once.
 LAYOUT_SETS: dict[str, tuple[str, ...]] = {
     "copies": ("one_process", *(layout.name for layout in _COPIES)),
+    "offload": tuple(layout.name for layout in _OFFLOADED),
     "xla": tuple(layout.name for layout in _SPMD),
     "quick": (
         "one_process",

@@ -134,6 +134,7 @@ def _sample(sample: SampleVerdict) -> dict[str, Any]:
         "layouts": _distance(sample.layouts),
         "collectives": sample.collectives,
         "same_collectives": sample.same_collectives,
+        "bits": sample.bits,
     }
 
 

@@ -50,7 +50,7 @@ class FakeCampaign(Campaign):
                 raise Stopped(signal.SIGINT)
             self.ran.append((case.scenario, case.layout))
             near = Distance(adam=self.away)
-            samples = [SampleVerdict(step, Distance(), near, None, 0, True) for step in (2, 4)]
+            samples = [SampleVerdict(step, Distance(), near, None, 0, True, "") for step in (2, 4)]
             told = {"seconds": 1.0, "presence": {"p": [2, 0, 1, 2]}}
             on_result(CaseResult(case, "exact", [], samples, {0: Ending(4)}, **told))
 

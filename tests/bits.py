@@ -1,7 +1,7 @@
 """The floor for bits: digests of parameters and state, of one version of the code and of another.
 
-    make bits OUT=out/bits/before          # every scenario in every layout on 1 to 4 ranks, 100 steps
-    make bits OUT=out/bits/after           # the same with changed code
+    make bits OUT=out/bits/before    # every scenario in every layout on 1 to 4 ranks, 100 steps
+    make bits OUT=out/bits/after     # the same with changed code
     make bits-compare A=out/bits/before B=out/bits/after
 
 `make bits` runs `samestep stress` and keeps its receipts, so it goes on where it was stopped.
@@ -86,14 +86,15 @@ def compare(first: Path, second: Path) -> int:
     """Print how two folders differ; 0 only if both have cases and all digests are equal."""
     before, after = digests(first), digests(second)
     found = list(differences(before, after))
-    for line in found:
-        print(line)
-    print(f"{len(before.keys() & after.keys())} cases compared, {len(found)} differ")
-    return 1 if found or not before else 0
+    found.append(f"{len(before.keys() & after.keys())} cases compared, {len(found)} differ")
+    sys.stdout.write("".join(f"{line}\n" for line in found))
+    return 1 if len(found) > 1 or not before else 0
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bits", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bits", description=__doc__.split("\n")[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="run all cases and keep their digests")
     making.add_argument("folder", type=Path)

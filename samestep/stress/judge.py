@@ -379,7 +379,7 @@ def _beyond_limits(
 
 
 def fingerprint(ranks: Sequence[Sample]) -> str:
-    """A digest of parameters and state: one if all ranks hold equal bits, else one for each kind."""
+    """The digest of parameters and state; several where ranks hold different bits."""
     return " ".join(sorted({_digest(sample) for sample in ranks}))
 
 

@@ -40,10 +40,12 @@ def agent(port: int, hosts: str, place: int, words: list[str], log: Path) -> sub
         sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts,
         "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
         "--rdzv-id", "restart", "--local-addr", "127.0.0.1", "--max-restarts", "3",
-        "--rdzv-conf", f"last_call_timeout=2,join_timeout=120,keep_alive_interval=1,is_host={int(place == 0)}",
+        "--rdzv-conf", f"last_call_timeout=2,keep_alive_interval=1,is_host={int(place == 0)}",
         "-m", "samestep", *words,
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # What torchrun leaves behind when it is killed goes with the folder.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(log.parent)}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
     with log.open("w") as file:
         return subprocess.Popen(
             command, stdout=file, stderr=file, start_new_session=True, env=environment

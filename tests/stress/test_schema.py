@@ -16,6 +16,7 @@ LATER = {  # what receipts did not always have, or have on XLA alone
     "asked": ["device", "other_steps"],
     "case": ["reason", "program"],
     "ran": ["code", "nccl", "shared_gpus", "stretches"],
+    "sample": ["bits"],
 }
 SAMPLE = "cases[0].samples[0]"
 

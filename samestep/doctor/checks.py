@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
+from samestep.comm.nccl import library_version, sharing_problem
 from samestep.doctor.trials import CLOSE, step_on, step_on_two_ranks
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing, missing_products
@@ -97,8 +98,14 @@ def backends() -> Iterator[Check]:
     else:
         way_out = "install a torch with gloo: ranks on CPU, and all checks, need it"
         yield broken("gloo", "no", way_out)
-    if dist.is_nccl_available():
-        yield Check("nccl", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
+    loaded = library_version()
+    if loaded is not None:
+        yield Check("nccl", ".".join(map(str, loaded)))
+        problem = sharing_problem()
+        if problem is None:
+            yield Check("nccl, shared GPUs", "yes: samestep stress --backend nccl --share-gpus")
+        elif torch.cuda.device_count():
+            yield Check("nccl, shared GPUs", f"no: {problem}")
     elif torch.cuda.device_count():
         yield note("nccl", "no", "install a torch with NCCL to use several GPUs")
     else:

@@ -241,8 +241,12 @@ class Watch:
         Background(lambda: self._store.set(key, where)).ended(1.0)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Watch no more, and leave nothing behind."""
         self._stopping.set()
+        self._thread.join(2 * POLL_S)
+        atexit.unregister(self._goodbye)
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._hook
 
     def _last_waited_for(self) -> int:
         """The last operation before any that nobody has waited for yet."""
@@ -325,8 +329,10 @@ class Watch:
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([self._key("ended", rank)]):
                     text = self._store.get(self._key("ended", rank)).decode()
-                    if text or waiting:
-                        return f"rank {rank} has ended" + (f": {text}" if text else "")
+                    if text:
+                        return f"rank {rank} has ended by {text}"
+                    if waiting:
+                        return f"rank {rank} has ended without an error"
             self._ended_seen = ended
         if waiting:
             for rank in range(self._size):
@@ -385,25 +391,25 @@ class Watch:
         waits = inside or reason is not None or operation is not None
         position = f"{operation or 'no operation of samestep'}, step {self._step}, at {line}"
         answer = Answer(position, reason, None if waits else line)
-        since = time.monotonic() - ANSWER_S + ROLL_CALL_S
-        attendance = self._calls.hold(answer, since, range(self._size))
         known = Background(self._ended_by)
-        errors = (known.value or {}) if known.ended(1.0) else {}
+        ended = (known.value or {}) if known.ended(1.0) else {}
+        expected = [rank for rank in range(self._size) if rank not in ended]
+        since = time.monotonic() - ANSWER_S + ROLL_CALL_S
+        attendance = self._calls.hold(answer, since, expected)
         answers = dict(attendance.answers)  # a copy: the roll call may still be at it
-        text = _verdict(attendance, answers, errors, self._rank)
+        text = _verdict(attendance, answers, ended, range(self._size), self._rank)
         positions = {rank: answers[rank].operation for rank in sorted(answers)}
         head = operation or "no operation of samestep"
         return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
 
     def _ended_by(self) -> dict[int, str]:
-        """The errors by which other ranks have ended."""
+        """Other ranks that have said that they end, with their error, "" if there was none."""
         keys = {rank: self._key("ended", rank) for rank in range(self._size) if rank != self._rank}
-        found = {
+        return {
             rank: self._store.get(key).decode()
             for rank, key in keys.items()
             if self._store.check([key])
         }
-        return {rank: text for rank, text in found.items() if text}
 
     def _oldest(self) -> str | None:
         """The oldest operation that has not ended."""
@@ -439,11 +445,17 @@ class Watch:
 
 
 def _verdict(
-    attendance: Attendance, answers: Mapping[int, Answer], errors: Mapping[int, str], mine: int
+    attendance: Attendance,
+    answers: Mapping[int, Answer],
+    ended: Mapping[int, str],
+    ranks: Sequence[int],
+    mine: int,
 ) -> str:
     """Sentences: who is at fault as far as is known, why this rank has asked, and where all are."""
-    ranks = range(len(attendance.expected))
-    parts = [f"rank {rank} has ended by {text}" for rank, text in errors.items()]
+    parts = [
+        f"rank {rank} has ended" + (f" by {text}" if text else " without an error")
+        for rank, text in ended.items()
+    ]
     parts += missing(attendance, ranks)
     parts += [
         f"rank {rank} is in no collective, but at {answers[rank].outside}"

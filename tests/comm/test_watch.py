@@ -1,0 +1,209 @@
+"""The watch of each rank, with collectives that never end: who is named, and who is left alone.
+
+Two watches of one process talk through one store; what a device would do is a `Work` that says it.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from samestep.comm.collectives import CollectiveError
+from samestep.comm.diagnosis import watch
+from samestep.comm.diagnosis.watch import Watch, patience_of
+from samestep.plan.transfers import Traffic, Transfer
+from tests.limits import eventually, limit
+
+FOREVER = 3600.0
+CPU = torch.device("cpu")
+
+
+class Work:
+    """A collective of torch: on its way until somebody says that it has arrived."""
+
+    def __init__(self, arrived: bool = False) -> None:
+        self.arrived = arrived
+
+    def is_completed(self) -> bool:
+        return self.arrived
+
+
+class Rank:
+    """A rank with its watch; `errors` is what the watch has ended the process with."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, torch_operations: Callable = lambda seconds: ()
+    ) -> None:
+        self.errors: list[CollectiveError] = []
+        hook = sys.excepthook
+        self.watch = Watch(
+            store, rank, 2, on_device=True, patience=0.05,
+            end=lambda error, thread: self.errors.append(error),
+            torch_operations=torch_operations,
+        )  # fmt: skip
+        sys.excepthook = hook  # a process has one watch
+
+    def launch(
+        self, name: str, elements: int = 4, *, arrived: bool = False, patience: float = FOREVER
+    ) -> None:
+        transfer = Transfer(Traffic.ALL_REDUCE, name, torch.float32, elements)
+        operation = self.watch.launching(transfer, (0, 1), patience)
+        operation.work, operation.launched, operation.waited = Work(arrived), True, True
+
+    def step(self, *names: str, elements: int = 4) -> None:
+        """A step whose collectives all arrive."""
+        self.watch.step_begun()
+        for name in names:
+            self.launch(name, elements, arrived=True)
+        self.watch.step_ended(CPU)
+
+    @property
+    def message(self) -> str:
+        eventually(lambda: bool(self.errors))
+        return str(self.errors[0])
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "POLL_S", 0.02)
+    monkeypatch.setattr(watch, "SUSPICIOUS_S", 0.05)
+    monkeypatch.setattr(watch, "ROLL_CALL_S", limit(2.0))
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Rank]]:
+    store, made = dist.HashStore(), list[Rank]()
+
+    def new(rank: int, **keywords: Callable) -> Rank:
+        made.append(Rank(store, rank, **keywords))
+        return made[-1]
+
+    yield new
+    for rank in made:
+        rank.watch.stop()
+
+
+def test_operation_that_never_arrives_is_named_on_both_ranks(make) -> None:
+    first, second = make(0), make(1)
+    first.watch.step_begun()
+    first.launch("reduction of bucket 3 (layers.0.up, ...)", patience=0.1)
+    assert first.message.startswith("rank 0 ends, in reduction of bucket 3 (layers.0.up, ...)")
+    assert "4 elements, operation 1, step 1, among ranks 0, 1" in first.message
+    assert "has been in flight for" in first.message
+    # The other one is in no collective: it is running this very test.
+    assert "rank 1 is in no collective, but at " in first.message
+    assert "reduction of bucket 3" in second.message
+    assert first.errors[0].positions.keys() == {0, 1}
+
+
+def test_next_step_raises_what_was_found(make) -> None:
+    first, _second = make(0), make(1)
+    first.launch("presence", patience=0.05)
+    assert first.message
+    with pytest.raises(CollectiveError, match="rank 0 ends, in presence"):
+        first.watch.step_begun()
+
+
+def test_ranks_that_are_slow_but_arrive_are_left_alone(make) -> None:
+    ranks = make(0), make(1)
+    for step in range(20):
+        for rank in ranks:
+            rank.step("presence", f"reduction {step}")
+        time.sleep(0.01)
+    for rank in ranks:  # launched long ago, and nobody has asked since
+        rank.launch("gather", arrived=True, patience=0.01)
+    time.sleep(0.3)
+    assert not ranks[0].errors
+    assert not ranks[1].errors
+
+
+def test_operation_that_is_not_launched_yet_counts(make) -> None:
+    """Making a communicator waits for others inside the launch."""
+    first, _ = make(0), make(1)
+    first.watch.launching(Transfer(Traffic.ALL_REDUCE, "plan", torch.int64, 2), (0, 1), 0.1)
+    assert "in plan (2 elements" in first.message
+
+
+def test_problem_of_another_rank_ends_who_waits_for_it(make) -> None:
+    first, second = make(0), make(1)
+    second.watch.step_begun()
+    second.watch.problem(ValueError("weight_decay must be a number"))
+    time.sleep(0.2)
+    assert not first.errors  # nothing waits: every rank may have the same problem
+    first.launch("presence")
+    assert (
+        "rank 1 could not take step 1: ValueError: weight_decay must be a number" in first.message
+    )
+
+
+def test_problem_is_over_when_the_next_step_begins(make) -> None:
+    first, second = make(0), make(1)
+    second.watch.step_begun()
+    second.watch.problem(ValueError("shared by all ranks"))
+    second.watch.step_begun()
+    eventually(lambda: not second.watch._store.check(["samestep/watch/problem/1"]))
+    first.launch("presence")
+    time.sleep(0.2)
+    assert not first.errors
+
+
+def test_rank_that_raises_is_named_with_its_error_at_once(make, capsys) -> None:
+    first, second = make(0), make(1)
+    error = RuntimeError("out of data\nmore")
+    second.watch._on_exception(RuntimeError, error, None)
+    assert "rank 1 has ended by RuntimeError: out of data" in first.message
+    assert "RuntimeError: out of data" in capsys.readouterr().err  # as without a watch
+
+
+def test_rank_that_ended_well_is_missed_only_by_who_waits(make) -> None:
+    first, second = make(0), make(1)
+    second.watch._goodbye()
+    time.sleep(0.2)
+    assert not first.errors
+    first.launch("presence")
+    assert "rank 1 has ended without an error" in first.message
+
+
+@pytest.mark.parametrize(
+    ("theirs", "found"),
+    [
+        ({"names": ("presence", "reduction"), "elements": 5}, "2 so far, of other kinds or sizes"),
+        ({"names": ("reduction", "presence"), "elements": 4}, "2 so far, of other kinds or sizes"),
+        ({"names": ("presence",), "elements": 4}, "2 and 1 so far"),
+    ],
+    ids=["size", "order", "number"],
+)
+def test_other_operations_in_one_step_are_found_though_none_hangs(make, theirs, found) -> None:
+    first, second = make(0), make(1)
+    first.step("presence", "reduction")
+    second.step(*theirs["names"], elements=theirs["elements"])
+    either = "different operations by the end of step 1"
+    assert either in first.message
+    assert either in second.message
+    assert found in first.message or found in second.message
+
+
+def test_collective_of_torch_is_named(make) -> None:
+    first = make(0, torch_operations=lambda seconds: ["nccl:_all_gather_base of [[4]] in group 0"])
+    make(1)
+    assert "torch's nccl:_all_gather_base of [[4]] in group 0" in first.message
+
+
+def test_watch_takes_the_hook_of_errors_and_gives_it_back() -> None:
+    hook = sys.excepthook
+    alone = Watch(dist.HashStore(), 0, 1, on_device=False)
+    assert sys.excepthook == alone._on_exception
+    alone.stop()
+    assert sys.excepthook == hook
+
+
+def test_patience_ends_before_the_watchdog_of_torch() -> None:
+    from datetime import timedelta
+
+    for seconds in (1.0, 5.0, 25.0, 50.0, 600.0, 1800.0):
+        patience = patience_of(timedelta(seconds=seconds))
+        assert 0.5 * seconds < patience < seconds
+        assert seconds - patience <= 15.0

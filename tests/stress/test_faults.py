@@ -1,0 +1,74 @@
+"""`samestep stress --faults` on gloo: what torch's own collectives leave unsaid is said."""
+
+import json
+
+import pytest
+
+from samestep import cli
+from samestep.stress.faults import FAULTS, LAYOUTS, Asked, FaultResult, Report, cases, run_faults
+from tests.limits import limit
+
+
+def test_ranks_in_collectives_of_torch_name_who_is_gone() -> None:
+    """FSDP2's all-gather and reduce-scatter fail with the backend's text alone."""
+    results: list[FaultResult] = []
+    asked = cases(("kill", "in_backward"), ("fsdp2",), 2, "gloo", limit(5.0))
+    run_faults(asked, 2, results.append)
+    assert {result.fault for result in results} == {"kill", "in_backward"}
+    for result in results:
+        (report,) = result.reports
+        assert report.status == 1, report.message
+        assert report.named, report.message
+        assert "rank 0 ends, in " in report.message
+    (raised,) = (each for each in results if each.fault == "in_backward")
+    assert "rank 1 has ended by RuntimeError: a fault inside backward" in raised.reports[0].message
+
+
+def test_every_fault_is_tried_in_every_layout() -> None:
+    found = cases(tuple(FAULTS), tuple(LAYOUTS), 2, "gloo", 5.0)
+    assert len(found) == len(FAULTS) * len(LAYOUTS)
+    assert {each.world for each in found if each.layout == "tp_fsdp2"} == {4}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report(0, 0, 1.0, True, ""),
+        Report(0, None, None, True, ""),
+        Report(0, 1, 16.0, True, ""),
+        Report(0, 1, 1.0, False, ""),
+    ],
+    ids=["status 0", "never ended", "too late", "nobody named"],
+)
+def test_reports_that_do_not_pass(report: Report) -> None:
+    assert Report(0, 1, 1.0, True, "").good(15.0)
+    assert not report.good(15.0)
+
+
+def test_rank_that_has_to_tell() -> None:
+    kill, extra = Asked("kill", "zero2", 3, "gloo", 5.0), Asked("extra", "zero2", 3, "gloo", 5.0)
+    assert (kill.to_tell, kill.to_name) == ([0, 1], 2)
+    assert (extra.to_tell, extra.to_name) == ([2], 0)
+
+
+def test_command_refuses_what_has_no_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stress", "--faults", "--layout", "hsdp"]) == 2
+    told = capsys.readouterr().err
+    assert "--layout 'hsdp' is not known; there is: all, zero2, flat_overlap" in told
+    assert cli.main(["stress", "--faults", "--mutants"]) == 2
+    assert "--faults are a run of their own" in capsys.readouterr().err
+
+
+def test_receipt_has_every_message(tmp_path, monkeypatch, capsys) -> None:
+    def one(asked, lanes, on_result):
+        report = Report(0, 1, 1.5, True, "rank 1 did not answer: its process has ended")
+        for each in asked:
+            on_result(FaultResult(each.fault, each.layout, 2, "gloo", 10.0, True, [report]))
+
+    monkeypatch.setattr("samestep.stress.command.run_faults", one)
+    assert cli.main(["stress", "--faults", "--layout", "zero2", "--out", str(tmp_path)]) == 0
+    receipt = json.loads((tmp_path / "faults.json").read_bytes())
+    assert receipt["verdict"] == "clean"
+    assert [case["fault"] for case in receipt["cases"]] == list(FAULTS)
+    assert receipt["cases"][0]["reports"][0]["seconds"] == 1.5
+    assert "All 11 faults were named by every other rank" in capsys.readouterr().out

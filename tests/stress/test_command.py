@@ -68,7 +68,7 @@ def test_receipt_follows_its_schema_and_says_what_ran(result):
     assert (asked["scenario"], asked["layout"], asked["steps"]) == ("dist_adamw_muon", "all", 4)
     assert (ran["requested_backend"], ran["actual_backend"], ran["world_size"]) == (None, "gloo", 2)
     assert (ran["runtime_mode"], ran["device"]) == ("forked", "cpu")
-    assert ran["fallback_reason"] == "ranks are forked; nccl needs torchrun"
+    assert ran["fallback_reason"] == "2 ranks, but 0 CUDA devices here"
     assert ran["versions"]["samestep"] == samestep.__version__
     assert ran["versions"]["torch"] == torch.__version__
 
@@ -464,7 +464,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
         ("--watchdog inf", "--watchdog must be above 0 seconds, got inf"),
         ("--seed 99999999999999999999", "--seed must be within 62 bits"),
         ("--mutants --world-size 3", "--mutants have scenarios, layouts and ranks of their own"),
-        ("--backend nccl", "--backend nccl cannot run: ranks are forked; nccl needs torchrun"),
+        ("--backend nccl", "--backend nccl cannot run: 2 ranks, but 0 CUDA devices here"),
         ("--mutants --device cuda", "--mutants run on gloo, on CPU and on their own models"),
         pytest.param(
             "--device cuda",

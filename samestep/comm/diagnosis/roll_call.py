@@ -101,23 +101,19 @@ class Attendance:
 
 
 class RollCall:
-    """The conversation of one group in its store. Nothing here blocks for longer than it says.
+    """The conversation of one group in its store. Nothing here blocks for longer than it says."""
 
-    `name` keeps apart conversations of the same ranks in the same store.
-    """
-
-    def __init__(self, store: dist.Store, place: int, name: str = "groups") -> None:
+    def __init__(self, store: dist.Store, place: int) -> None:
         self._store = store
         self._place = place
-        self._name = name
         self._joined = Background(self._join)
         self._look: Background[bool] | None = None
         self._attendance: Attendance | None = None
 
     def _join(self) -> str:
         """Leave this process's name; a store may outlive a group, so keys have its number."""
-        number = self._store.add(f"samestep/{self._name}/{self._place}", 1)
-        keys = f"samestep/{self._name}/{number}"
+        number = self._store.add(f"samestep/groups/{self._place}", 1)
+        keys = f"samestep/{number}"
         process = this_process()
         if process is not None:
             self._store.set(f"{keys}/process/{self._place}", process)

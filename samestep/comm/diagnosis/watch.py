@@ -166,7 +166,7 @@ class Watch:
         self._store = store
         self._rank, self._size = rank, size
         self._on_device = on_device
-        self._calls = RollCall(store, rank, name="watch")
+        self._calls = RollCall(dist.PrefixStore("samestep_watch", store), rank)
         self._end = end_process if end is None else end
         self._torch_operations = torch_operations
         self._patience = patience  # for collectives of torch

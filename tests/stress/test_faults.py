@@ -11,7 +11,6 @@ from samestep import cli
 from samestep.stress.faults import FAULTS, LAYOUTS, Asked, FaultResult, Report, cases
 from tests.limits import HANG, limit
 
-
 SCRIPT = """
 import json, sys
 from dataclasses import asdict

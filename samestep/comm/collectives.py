@@ -401,7 +401,13 @@ def _launch(
     if recording is not None:
         flight = recording.launch(transfer, group, device, call)
     else:
-        flight = Flight(transfer.name, group, call, on_host=device.type == "cpu")
+        flight = Flight(
+            transfer.name,
+            group,
+            call,
+            on_host=device.type == "cpu",
+            elements=transfer.elements,
+        )
     if operation is not None:
         operation.work, operation.launched = flight.work, True
         flight.operation = operation

@@ -47,5 +47,5 @@ def test_every_layout_is_exact(tmp_path: Path, ranks: int) -> None:
 def test_faults_are_named(tmp_path: Path) -> None:
     words = ["--faults", "--layout", "zero2,fsdp2", "--watchdog", "15", "--lanes", "4"]
     receipt = stress(tmp_path / "out", *words)
-    assert len(receipt["cases"]) == 22
+    assert len(receipt["cases"]) == 24
     assert all(case["passed"] for case in receipt["cases"])

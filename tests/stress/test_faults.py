@@ -92,4 +92,4 @@ def test_receipt_has_every_message(tmp_path, monkeypatch, capsys) -> None:
     assert receipt["verdict"] == "clean"
     assert [case["fault"] for case in receipt["cases"]] == list(FAULTS)
     assert receipt["cases"][0]["reports"][0]["seconds"] == 1.5
-    assert "All 11 faults were named by every other rank" in capsys.readouterr().out
+    assert "All 12 faults were named by every other rank" in capsys.readouterr().out

@@ -43,12 +43,20 @@ class Flight:
         call: Launches it, without waiting.
         on_host: Whether the host waits for it. It then looks now and then whether another rank
             has failed; a GPU's stream waits by itself.
+        elements: Of the whole operation, the same on every rank; None: not known.
     """
 
     def __init__(
-        self, name: str, group: "RankGroup", call: Callable[[], dist.Work | None], *, on_host: bool
+        self,
+        name: str,
+        group: "RankGroup",
+        call: Callable[[], dist.Work | None],
+        *,
+        on_host: bool,
+        elements: int | None = None,
     ) -> None:
         self._name = name
+        self._elements = elements
         self._group = group
         self._on_host = on_host
         self._since = time.monotonic()
@@ -57,7 +65,7 @@ class Flight:
         try:
             self.work = call()
         except RuntimeError as error:
-            _fail(name, group, error, self._since)
+            _fail(name, group, error, self._since, elements=elements)
 
     def wait(self) -> None:
         """Wait until it has arrived; raises a CollectiveError that names who is missing."""
@@ -72,9 +80,9 @@ class Flight:
             else:
                 self.work.wait()
         except RuntimeError as error:
-            _fail(self._name, self._group, error, self._since)
+            _fail(self._name, self._group, error, self._since, elements=self._elements)
         if joined:
-            _fail(self._name, self._group, None, self._since)
+            _fail(self._name, self._group, None, self._since, elements=self._elements)
 
     def has_arrived(self) -> bool:
         """Whether the backend is done with it, also if it failed; does not wait."""
@@ -167,14 +175,29 @@ def _fail(
     error: RuntimeError | None,
     since: float,
     expected: Sequence[int] | None = None,
+    elements: int | None = None,
 ) -> NoReturn:
     calls = _roll_call(group)
     if calls is None:
         mine = {group.members[group.rank]: name}
         raise CollectiveError(f"{name} failed: {error}", name, mine) from error
     line = None if error is None else str(error).strip().split("\n")[0]
-    attendance = calls.hold(Answer(name, line), since, expected or range(group.size))
+    answer = Answer(name, line, elements=elements)
+    attendance = calls.hold(answer, since, expected or range(group.size))
     text = verdict(attendance, group.rank, group.members)
     answers = dict(attendance.answers)  # a copy: the roll call may still be at it
+    places = set(attendance.expected) - answers.keys() - attendance.ended
+    silent = {group.members[place] for place in places}
+    if silent or attendance.ended:
+        answered = {group.members[place] for place in answers}
+        text = ". ".join([text, *_elsewhere(silent, answered)])
     positions = {group.members[place]: answers[place].operation for place in sorted(answers)}
     raise CollectiveError(f"{name} failed: {text}", name, positions) from error
+
+
+def _elsewhere(silent: set[int], answered: set[int]) -> list[str]:
+    """Sentences about ranks that are alive and in none of our operations, as their watches say."""
+    from samestep.comm.diagnosis import watch  # which imports this module
+
+    watching = watch.current()
+    return [] if watching is None else watching.elsewhere(silent, answered)

@@ -283,7 +283,9 @@ class _RecordedFlight(Flight):
         self._recorder = recorder
         self._record = record
         self._device = device
-        super().__init__(record.name, group, call, on_host=device.type == "cpu")
+        super().__init__(
+            record.name, group, call, on_host=device.type == "cpu", elements=record.elements
+        )
 
     def wait(self) -> None:
         start = time.monotonic()

@@ -87,6 +87,7 @@ class Answer(NamedTuple):
     operation: str
     error: str | None  # None: it was waiting when another rank failed
     outside: str | None = None  # the line of Python at which it is, in no collective
+    elements: int | None = None  # of the operation, where that is known
 
 
 @dataclass
@@ -204,7 +205,22 @@ def missing(attendance: Attendance, members: Sequence[int]) -> list[str]:
         parts.append(f"{_ranks(silent, members)} did not answer within {seconds}")
     elif silent:
         parts.append(_without_store(attendance, silent, members))
-    return parts
+    return parts + _sizes(attendance, members)
+
+
+def _sizes(attendance: Attendance, members: Sequence[int]) -> list[str]:
+    """Ranks that were in one operation with other numbers of elements."""
+    by_size: dict[tuple[str, int], list[int]] = {}
+    for place, answer in sorted(attendance.answers.items()):
+        if answer.elements is not None:
+            by_size.setdefault((answer.operation, answer.elements), []).append(place)
+    found = []
+    for operation in dict.fromkeys(name for name, _ in by_size):
+        sizes = {size: places for (name, size), places in by_size.items() if name == operation}
+        if len(sizes) > 1:
+            told = [f"{size} elements on {_ranks(sizes[size], members)}" for size in sizes]
+            found.append(f"{operation} has {' and '.join(told)}")
+    return found
 
 
 def _without_store(attendance: Attendance, silent: set[int], members: Sequence[int]) -> str:

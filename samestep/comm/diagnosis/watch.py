@@ -72,6 +72,8 @@ ROLL_CALL_S = 2.0  # that other ranks have for an answer: several polls
 SUSPICIOUS_S = 1.0  # in flight for longer than that: the others are asked after
 DEVICE_S = 2.0  # for an answer of the device, which may not come while it is stuck
 MOST_POSITIONS = 16
+NOWHERE = "no operation of samestep"
+WHERE = "Where they were:"
 NEWLINE = "\n"
 GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
 STEPS_KEPT = 8  # whose operations are compared between ranks
@@ -81,7 +83,10 @@ OFF = "SAMESTEP_WATCH"  # "0" in the environment: nothing is watched
 _PACKAGE = Path(__file__).parents[2]
 # Commands such as `samestep train` are scripts; who waits for a data loader waits for no rank.
 WAITING_IN = (
-    *(str(Path(torch.__file__).parent / name) for name in ("distributed", "autograd")),
+    *(
+        str(Path(torch.__file__).parent / name)
+        for name in ("distributed", "autograd", "optim", "utils/_contextlib.py")
+    ),
     *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "placements")),
 )
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -182,6 +187,7 @@ class Watch:
         self._stopping = threading.Event()
         self._processes: dict[int, str] = {}
         self._ended_seen = 0
+        self._attendance: Attendance | None = None
         self.failed: CollectiveError | None = None
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -389,18 +395,35 @@ class Watch:
         inside, line = _line_of(self._thread_of_steps)
         operation = self._oldest()
         waits = inside or reason is not None or operation is not None
-        position = f"{operation or 'no operation of samestep'}, step {self._step}, at {line}"
+        position = f"{operation or NOWHERE}, step {self._step}, at {line}"
         answer = Answer(position, reason, None if waits else line)
         known = Background(self._ended_by)
         ended = (known.value or {}) if known.ended(1.0) else {}
         expected = [rank for rank in range(self._size) if rank not in ended]
         since = time.monotonic() - ANSWER_S + ROLL_CALL_S
-        attendance = self._calls.hold(answer, since, expected)
+        attendance = self._attendance = self._calls.hold(answer, since, expected)
         answers = dict(attendance.answers)  # a copy: the roll call may still be at it
         text = _verdict(attendance, answers, ended, range(self._size), self._rank)
         positions = {rank: answers[rank].operation for rank in sorted(answers)}
-        head = operation or "no operation of samestep"
+        head = operation or NOWHERE
         return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
+
+    def elsewhere(self, silent: set[int], answered: set[int]) -> list[str]:
+        """Sentences about ranks that are alive, but in no operation of those that `answered`.
+
+        silent: those of its members that did not. Others count if they wait in a collective that
+        is none of samestep's: where sizes differ, gloo aborts a process, which need not be the
+        one that did something else.
+        """
+        self._held(None)
+        assert self._attendance is not None
+        found = []
+        for rank, answer in sorted(self._attendance.answers.items()):
+            if rank in silent or (rank not in answered and answer.operation.startswith(NOWHERE)):
+                where = "in no collective" if answer.outside else "in a collective of its own"
+                line = answer.outside or answer.operation.rpartition(", at ")[2]
+                found.append(f"Rank {rank} is alive, {where}, at {line}")
+        return found
 
     def _ended_by(self) -> dict[int, str]:
         """Other ranks that have said that they end, with their error, "" if there was none."""
@@ -470,7 +493,7 @@ def _verdict(
         parts.append("all ranks answered, so none is missing")
     shown = sorted(answers)[:MOST_POSITIONS]
     where = [f"rank {rank} in {answers[rank].operation}" for rank in shown]
-    return f"{'; '.join(dict.fromkeys(parts))}. Where they were: {'; '.join(where)}"
+    return f"{'; '.join(dict.fromkeys(parts))}. {WHERE} {'; '.join(where)}"
 
 
 @cache
@@ -518,6 +541,11 @@ def end_process(error: CollectiveError, thread: int) -> None:
 # --- one for each process ------------------------------------------------------------------------
 
 _current: tuple[Any, Watch | None] | None = None  # the default group, and its watch
+
+
+def current() -> Watch | None:
+    """The watch of this process's default group, if it has one already."""
+    return None if _current is None or _current[0] is not dist.group.WORLD else _current[1]
 
 
 def start() -> Watch | None:

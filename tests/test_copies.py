@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -107,6 +107,37 @@ def test_tensor_parallel_beside_data_parallel(shape):
         assert_near(of_ranks[0], expected)
         for found in of_ranks:
             assert all(map(torch.equal, found, of_ranks[0]))
+
+
+READS = {
+    "to_local": lambda param: param.to_local(),
+    "full_tensor": lambda param: param.full_tensor(),
+    "redistribute": lambda param: param.redistribute(placements=[Replicate()]).to_local(),
+    "detach": lambda param: param.detach().to_local(),
+}
+
+
+def test_parts_of_parameters_on_their_way_are_waited_for():
+    """Methods of DTensor are no torch functions; each is called first after a step of its own."""
+
+    def job(rank):
+        axis = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)["model"]
+        found = []
+        for overlap in ({}, {"overlap_param_gather": True, "poison_early_reads": True}):
+            model = tensor_parallel(axis)
+            opt = samestep.MuonAdamW(model, lr=0.1, buffers="flat", bucket_size=40, **overlap)
+            read = []
+            for step, look in enumerate(READS.values()):
+                train(model, opt, 10 * step + rank // 2, steps=1)
+                for param in model.parameters():
+                    read.append(
+                        (look(param) if isinstance(param, DTensor) else param).detach().clone()
+                    )
+            found.append(read)
+        return found
+
+    for plain, overlapped in run_forked(4, job):
+        assert all(map(torch.equal, plain, overlapped))
 
 
 def test_what_fsdp_ignores_is_averaged_beside_it():

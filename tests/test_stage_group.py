@@ -333,6 +333,11 @@ def test_a_norm_that_leaves_out_stages_is_refused_on_every_rank():
             param.grad = torch.ones_like(param)
         assert "the scale of a GradScaler needs the norm" in refused(lambda: scaler.step(opt))
         opt.step()
+        # A stage of this rank alone averages nothing, and would go by its own gradients.
+        opt = samestep.MuonAdamW(part, process_group=alone_here)
+        for param in part.parameters():
+            param.grad = torch.ones_like(param)
+        assert "the scale of a GradScaler needs the norm" in refused(lambda: scaler.step(opt))
         return True
 
     assert all(run_forked(4, job))

@@ -7,7 +7,7 @@ that is handed a parameter itself, and memory that somebody took of it before, k
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,7 +89,18 @@ class _OnItsWay:
 
 @cache
 def _kind_on_its_way(kind: type[Tensor]) -> type[Tensor]:
-    return type(kind.__name__, (_OnItsWay, kind), {"_kind": kind, "__module__": kind.__module__})
+    own: dict[str, Any] = {"_kind": kind, "__module__": kind.__module__}
+    part = getattr(kind, "_local_tensor", None)  # of a DTensor
+    if part is not None:
+        # `to_local`, `full_tensor` and `redistribute` are no torch functions, and begin with it.
+        own["_local_tensor"] = property(partial(_awaited_part, part), part.__set__)
+    return type(kind.__name__, (_OnItsWay, kind), own)
+
+
+def _awaited_part(part: Any, param: Any) -> Any:
+    """The part of a DTensor that this rank holds, once it has arrived."""
+    getattr(param, ARRIVAL)()
+    return part.__get__(param)
 
 
 def _on_their_way(values: Iterable[Any]) -> Iterator[Tensor]:

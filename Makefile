@@ -1,4 +1,4 @@
-# make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-xla |
+# make venv | demo | train | test | test-repeat | coverage | soak | fuzz | bench | test-gpu | test-xla |
 # test-browser | test-integrations | test-peers | site | pages | dist | test-matrix | clean: everything happens in .venv,
 # what needs XLA in .venv-xla and the trainers of others in .venv-integrations.
 PYTHON ?= python3
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Ranks and commands of the tests start faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo train test lint types unit test-repeat coverage soak bits bits-compare bench test-gpu test-nccl test-xla xla_receipts \
+.PHONY: venv demo train test lint types unit test-repeat coverage soak fuzz bits bits-compare bench test-gpu test-nccl test-xla xla_receipts \
 	test-browser test-integrations test-peers site pages dist test-matrix clean
 
 venv: $(STAMP)
@@ -68,8 +68,15 @@ coverage: venv
 # SOAK_LANES=6. What was interrupted goes on where it was, also one number of ranks: make soak_8.
 SOAK_RANKS ?= 2 3 4 8
 SOAK_LANES ?= 2
-soak: $(foreach n,$(SOAK_RANKS),soak_$n copies_$n copies_conditional_$n)
+soak: fuzz $(foreach n,$(SOAK_RANKS),soak_$n copies_$n copies_conditional_$n)
 	SAMESTEP_SOAK=1 $(PY) -m pytest
+
+# Random trainings in random layouts, the first part of it: a case from each seed. Seeds that were
+# fine are remembered (remove out/fuzz to run them again); those that were not are printed as scripts.
+FUZZ_FIRST ?= 0
+FUZZ_SEEDS ?= 1000
+fuzz: venv
+	$(PY) -m tests.fuzz --first $(FUZZ_FIRST) --count $(FUZZ_SEEDS) --out out/fuzz/seeds
 
 # The same of DTensors whose copies the optimizer averages, in the scenarios that tell most.
 copies_conditional_%: SCENARIOS := expert_stacks,conditional_compute,megatron_conditional

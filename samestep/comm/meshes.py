@@ -97,10 +97,14 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
         for rank, place in shard_places(mesh).items()
     }
     boxes, copies = zip(*(by_place[places[rank]] for rank in group.members), strict=True)
-    mine = boxes[group.rank]
-    if tuple(tensor.to_local().shape) != mine.sizes:
+    mine, here = boxes[group.rank], tuple(tensor.to_local().shape)
+    if not prod(shape) and not prod(here) and here != mine.sizes:
+        # FSDP2 leaves no rows on any rank of a matrix that has no columns.
+        mine = Box((0,) * len(shape), here)
+        boxes = (*boxes[: group.rank], mine, *boxes[group.rank + 1 :])
+    if here != mine.sizes:
         raise ValueError(
-            f"rank {dist.get_rank()} holds {tuple(tensor.to_local().shape)} of it and should hold "
+            f"rank {dist.get_rank()} holds {here} of it and should hold "
             f"{mine.sizes} by its placements {tensor.placements}"
         )
     return Held(boxes, copies)

@@ -6,11 +6,13 @@ drifts from the others'. This one has the optimizer look after averaging, so the
 with it the scale, is the same on every rank.
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
+from samestep.layout.boxes import mesh_of
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 
 
@@ -25,9 +27,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale gradients in `.grad`: not for optimizers that have yet to average them."""
-        if isinstance(optimizer, RuleOptimizer) and optimizer.averages_gradients:
+        if _unscales_in_step(optimizer):
             raise RuntimeError(
-                "gradients are unscaled inside step(), after they were averaged over ranks: leave "
+                "gradients are unscaled inside step(), where they are averaged over ranks: leave "
                 "unscale_() out, and clip with max_grad_norm instead of clip_grad_norm_"
             )
         super().unscale_(optimizer)
@@ -36,8 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         """Step with unscaled gradients; if any rank's are not finite, no rank changes anything."""
         if isinstance(optimizer, RuleOptimizer) and self.is_enabled():
             optimizer.holdings.refuse_norm_of_a_part("the scale of a GradScaler")
-        ours = isinstance(optimizer, RuleOptimizer) and optimizer.averages_gradients
-        if not ours or not self.is_enabled():
+        if not _unscales_in_step(optimizer) or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         assert isinstance(optimizer, RuleOptimizer)
         if args or kwargs:
@@ -52,3 +53,11 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = {finite.device: (~finite).float()}
         state["stage"] = OptState.STEPPED
         return None
+
+
+def _unscales_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step takes the scale: torch's own unscales no DTensors beside plain tensors."""
+    if not isinstance(optimizer, RuleOptimizer):
+        return False
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return optimizer.averages_gradients or len({mesh_of(param) is None for param in params}) > 1

@@ -337,7 +337,9 @@ class BlockMoves:
     def _joined(self, pieces: list[Tensor]) -> Tensor:
         if not pieces:
             return self.nothing
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if len(pieces) > 1:
+            return torch.cat(pieces)
+        return pieces[0].contiguous()  # a row of a tall block, which is computed transposed
 
 
 def _taken_apart(way: Way, received: Tensor) -> Iterable[tuple[Travelling, Tensor]]:

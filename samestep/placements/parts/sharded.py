@@ -4,6 +4,7 @@ Elementwise rules run on the local parts; what matrix rules need is in `block_ex
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
-from samestep.comm.integrity.agreement import require_same_lines
+from samestep.comm.integrity.agreement import RanksDisagreeError, require_same_lines
 from samestep.comm.meshes import copied_here, held, mesh_group, whole_tensor
 from samestep.comm.presence import Call, PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
@@ -71,7 +72,9 @@ class ShardedParameters(Placement):
             try:
                 self._held.append(held(param, self.group))
             except ValueError as error:
-                raise ValueError(f"parameter {spec.name!r}: {error}") from None
+                problem = ValueError(f"parameter {spec.name!r}: {error}")
+                self._tell(problem)
+                raise problem from None
             refuse_cut_scales(spec, self._held[-1].boxes)
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
         self.parts = DTensorParts(
@@ -88,6 +91,11 @@ class ShardedParameters(Placement):
         self._names = [spec.name for spec in self.specs]
         self._presence = PresenceAgreement(self._names, [self.group], self.device, copied)
         self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
+
+    def _tell(self, problem: ValueError) -> None:
+        """Let ranks that compare their plans hear of a problem that they may not have."""
+        with suppress(RanksDisagreeError):
+            require_same_lines("plan", [str(problem)], self.group, self.device)
 
     @classmethod
     def plans(cls, request: "Request") -> "list[Placement]":

@@ -434,14 +434,6 @@ class Session:
             self.console.print(mutants_table(self.mutants))
         self.console.print(closing_sentence(verdict, cases, self.mutants))
 
-    def _of_nccl(self) -> dict[str, Any]:
-        """Which NCCL it was, and whether ranks had a GPU each."""
-        found = library_version() if self.backend == "nccl" else None
-        if found is None:
-            return {}
-        ranks = self.world if self.torchrun is None else self.torchrun.local_world_size
-        return {"nccl": ".".join(map(str, found)), "shared_gpus": ranks > nccl_devices()}
-
     def _asked(self) -> dict[str, Any]:
         keys = (
             "scenario", "layout", "world_size", "backend", "device", "steps", "other_steps",
@@ -451,6 +443,7 @@ class Session:
 
     def _ran(self) -> dict[str, Any]:
         mode = "forked" if self.torchrun is None else "torchrun"
+        here = self.world if self.torchrun is None else self.torchrun.local_world_size
         return {
             "requested_backend": self.options.backend,
             "actual_backend": self.backend,
@@ -458,10 +451,18 @@ class Session:
             "fallback_reason": self.fallback_reason,
             "world_size": self.world,
             "device": self.device,
-            **self._of_nccl(),
+            **_of_nccl(self.backend, here),
             **machine(),
             "code": self._code,
         }
+
+
+def _of_nccl(backend: str, ranks: int) -> dict[str, Any]:
+    """Which NCCL it was, and whether so many ranks of this machine had a GPU each."""
+    found = library_version() if backend == "nccl" else None
+    if found is None:
+        return {}
+    return {"nccl": ".".join(map(str, found)), "shared_gpus": ranks > nccl_devices()}
 
 
 def _faults(console: Console, options: Options) -> int:
@@ -488,12 +489,11 @@ def _faults(console: Console, options: Options) -> int:
     with Display(console, len(asked), f"{len(asked)} faults on {backend} ranks") as display:
         start = time.monotonic()
         run_faults(asked, options.lanes, on_result)
-    found = library_version() if backend == "nccl" else None
     ran = {
         "actual_backend": backend,
         "world_size": world,
         "seconds": time.monotonic() - start,
-        **({} if found is None else {"nccl": ".".join(map(str, found))}),
+        **_of_nccl(backend, world),
         **machine(),
         "code": code_digest(),
     }

@@ -364,7 +364,8 @@ class Running:
         if rank in self._ended and self._fault is not None:
             seconds = round(self._ended[rank] - self._fault, 2)
         message = next((line for line in lines if name.search(line)), "")
-        message = message or text.strip()[-1500:]
+        # Folders are those of one machine, and no part of a receipt.
+        message = re.sub(r"(/[\w.~-]+)*/(?=[\w-]+\.\w+:)", "", message or text.strip()[-1500:])
         status = self._ranks[rank].exitcode if rank in self._ended else None
         aborted = status == -signal.SIGABRT and "gloo::EnforceNotMet" in text
         return Report(rank, status, seconds, named, message, aborted)

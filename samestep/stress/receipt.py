@@ -36,6 +36,7 @@ PACKAGE = Path(samestep.__file__).parent
 SUFFIXES = (".py", ".json")
 KIND = "samestep stress"
 FORMAT = 1
+FOLDERS = ("_DIRECTORY", "_DIR", "_HOME", "_PATH")  # of a machine, which decide no result
 ENVIRONMENT = (
     "CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PJRT_", "PYTORCH_", "SAMESTEP_",
     "TORCH_", "XLA_",
@@ -77,7 +78,11 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    relevant = {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)}
+    relevant = {
+        key: value
+        for key, value in sorted(os.environ.items())
+        if key.startswith(ENVIRONMENT) and not key.endswith(FOLDERS)
+    }
     xla = {"torch_xla": version("torch_xla")} if find_spec("torch_xla") else {}
     return {
         "versions": versions() | xla,

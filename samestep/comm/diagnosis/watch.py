@@ -30,7 +30,6 @@ import logging
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -89,7 +88,7 @@ WAITING_IN = (
     ),
     *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "placements")),
 )
-STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 _log = logging.getLogger("samestep")
 
@@ -602,10 +601,12 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, GroupWatch | None] = WeakKeyDictio
 def of(handle: dist.ProcessGroup) -> GroupWatch | None:
     """Watches the operations of a group on a GPU; None where the host waits for them."""
     if handle not in _groups:
-        on_device = "cuda:nccl" in str(dist.get_backend_config(handle))
-        found = start() if on_device else None
-        limit = patience_of(timeout_of(handle))
-        _groups[handle] = None if found is None else GroupWatch(found, limit)
+        _groups[handle] = None
+        with suppress(TypeError, ValueError):  # a group that torch does not know has no backend
+            on_device = "cuda:nccl" in str(dist.get_backend_config(handle))
+            found = start() if on_device else None
+            if found is not None:
+                _groups[handle] = GroupWatch(found, patience_of(timeout_of(handle)))
     return _groups[handle]
 
 

@@ -250,21 +250,40 @@ def test_fsdp2_in_the_harness():
 
 
 def test_runs_on_a_gpu():
-    shared, alone = receipt("stress_gpu_2"), receipt("stress_nccl_1")
+    shared = receipt("stress_gpu_2")
     assert (shared["ran"]["actual_backend"], shared["ran"]["world_size"]) == ("gloo", 2)
-    assert (alone["ran"]["actual_backend"], alone["ran"]["world_size"]) == ("nccl", 1)
-    assert {case["scenario"] for case in applying("stress_nccl_1")} == {"clipped"}
-    cases, layouts = len(applying("stress_gpu_2")), len(applying("stress_nccl_1"))
-    assert_said(
-        "docs/proof.md", f"{cases} of {cases} cases exactly 0", f"{layouts} of {layouts} cases"
-    )
-    assert_said(
-        "docs/stress.md", f"{cases} cases, all exactly 0", f"{layouts} layouts, all exactly 0"
-    )
-    assert_said(
-        "docs/gpu.md", f"{cases} cases that fit two ranks", f"{layouts} of {layouts} exactly 0"
-    )
-    assert_said("docs/not_there.md", f"(one scenario, {layouts} layouts:")
+    cases = len(applying("stress_gpu_2"))
+    assert_said("docs/proof.md", f"{cases} of {cases} cases exactly 0")
+    assert_said("docs/stress.md", f"{cases} cases, all exactly 0")
+    assert_said("docs/gpu.md", f"{cases} cases that fit two ranks")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_runs_over_nccl(ranks):
+    found, cases = receipt(f"nccl_{ranks}"), applying(f"nccl_{ranks}")
+    ran = found["ran"]
+    assert (ran["actual_backend"], ran["world_size"], ran["shared_gpus"]) == ("nccl", ranks, True)
+    assert {case["status"] for case in cases} == {"exact"}
+    assert {case["steps"] for case in cases} == {100}
+    assert len({case["layout"] for case in cases}) >= 10
+    assert_said("docs/proof.md", f"{len(cases)} of {len(cases)}")
+    assert_said("docs/gpu.md", f"5 scenarios, 100 steps: {len(cases)} cases, all exactly 0")
+
+
+@pytest.mark.parametrize(("backend", "late"), [("nccl", 14.0), ("gloo", 12.0)])
+def test_faults_are_named(backend, late):
+    found = json.loads((ROOT / "receipts" / f"faults_{backend}.json").read_text())
+    assert found["verdict"] == "clean"
+    assert found["ran"]["actual_backend"] == backend
+    cases = found["cases"]
+    assert all(case["passed"] and case["timeout"] == late for case in cases)
+    assert len({case["layout"] for case in cases}) == 4
+    reports = [report for case in cases for report in case["reports"]]
+    assert all(each["named"] or each.get("aborted") for each in reports)
+    assert all(each["status"] not in (None, 0) for each in reports)
+    assert max(each["seconds"] for each in reports) <= late + 10.0
+    assert_said("docs/proof.md", f"{len(cases)} of {len(cases)} over")
+    assert_said("docs/gpu.md", f"all {len(cases)} named")
 
 
 def test_checkpoints_between_layouts():

@@ -30,7 +30,9 @@ LAST_CALL = 1.0  # and from the failure
 SOON = limit(2.0)  # where the victim lives on, and is not waited for
 PATIENCE = limit(30.0)  # with those who end by themselves
 FOREVER = 2 * TEST
-OPERATIONS = r"presence|reduction of bucket|gather of bucket|comparison of|gradient norm"
+OPERATIONS = (
+    r"presence|reduction of bucket|gather of bucket|comparison of|gradient norm|agreement on"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -189,7 +191,9 @@ def test_a_rank_that_never_arrives_at_construction_is_named():
         build()
 
     for message in messages_of(job, timeout=TIMEOUT, grace=SOON):
-        assert message.startswith("comparison of the plan failed: rank 2 did not answer within")
+        assert message.startswith(
+            "agreement on the construction of MuonAdamW failed: rank 2 did not answer within"
+        )
         assert blames(message, 2), message
 
 
@@ -201,7 +205,9 @@ def test_a_rank_that_dies_before_construction_is_named():
         build()
 
     for message in messages_of(job):
-        assert message.startswith("comparison of the plan failed: rank 2 did not answer within")
+        assert message.startswith(
+            "agreement on the construction of MuonAdamW failed: rank 2 did not answer within"
+        )
         assert blames(message, 2), message
 
 

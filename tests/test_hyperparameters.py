@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
-from samestep.comm.presence import RankProblemError
+from samestep.comm.presence import RankProblemError, presence_elements
 from tests.ranks import run_cases, run_forked
 
 SHAPES = {"matrix": (8, 6), "norm": (6,)}
@@ -300,5 +300,5 @@ def test_no_collective_more():
     for found in run_forked(2, job):
         names = [name for name, _ in found]
         assert names.count("presence") == 1
-        assert dict(found)["presence"] == len(SHAPES) + 4
+        assert dict(found)["presence"] == presence_elements(len(SHAPES)) == len(SHAPES) + 6
         assert not [name for name in names if "comparison" in name]

@@ -210,6 +210,9 @@ def test_a_summand_beside_a_whole_gradient():
     run_forked(3, job)
 
 
+NO_DROPS = (0, 7)  # no rank dropped a gradient, and 6 is the last that did not
+
+
 @pytest.fixture
 def read_later():
     """An agreement of ranks 4 and 6 on a GPU, to which has come what they said a step before."""
@@ -225,7 +228,7 @@ def read_later():
         found = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
         said = [along[0].votes(of_rank, 0, rank) for rank, of_rank in enumerate(votes)]
         digests = [max(each.digest for each in intents), max(~each.digest for each in intents)]
-        told = torch.cat([torch.maximum(*said), torch.tensor([*codes, *digests])])
+        told = torch.cat([torch.maximum(*said), torch.tensor([*codes, *NO_DROPS, *digests])])
         found._on_their_way.append(_Said(told, Passed(), intents[0], None))
         return found
 

@@ -513,3 +513,48 @@ def test_state_of_another_rank_or_plan_is_refused():
         params = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
         with pytest.raises(ValueError, match="one of 2 ranks' parts, and all of it is needed"):
             samestep.Muon(params).load_state_dict(part)
+
+
+def test_groups_of_some_ranks_wait_for_nobody_else():
+    """Neither where they are built nor where that fails on a rank; the others are elsewhere."""
+
+    def job(rank):
+        pair, others = dist.new_group([0, 1]), dist.new_group([2])
+        own = others if rank == 2 else pair
+
+        def group(**keys):
+            params = [nn.Parameter(torch.ones(4, 4))]
+            return {"params": params, "rule": "muon", "process_group": own, **keys}
+
+        def refused(call):
+            with pytest.raises((ValueError, RankProblemError)) as caught:
+                call()
+            return str(caught.value)
+
+        found = []
+        if rank < 2:
+            bad = {"lr": -1.0} if rank == 0 else {}
+            found.append(refused(lambda: samestep.MuonAdamW([group(**bad)])))
+            opt = samestep.MuonAdamW([group()])
+            found.append(refused(lambda: opt.add_param_group(group(**bad))))
+            opt.add_param_group(group())
+            late = samestep.MuonAdamW([group()], deferred=True)
+            late.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+            late.step()
+        dist.barrier()
+        foreign = others if rank < 2 else pair
+        if rank == 0:
+            found.append(refused(lambda: samestep.MuonAdamW([group(process_group=foreign)])))
+        return found
+
+    lr, other = (
+        "param_groups[{}]: Invalid learning rate",
+        "rank 0 failed in {}, so no rank goes on with it",
+    )
+    zero, one, two = run_forked(3, job, collective_timeout=10)
+    calls = ["the construction of MuonAdamW", "add_param_group()"]
+    for index, call in enumerate(calls):
+        assert zero[index].startswith(lr.format(index)), zero
+        assert one[index].startswith(other.format(call)), one
+    assert "rank 0 is not a member of the given process_group" in zero[2]
+    assert two == []

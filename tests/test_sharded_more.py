@@ -320,8 +320,8 @@ def test_experts_sharded_by_expert_stay_where_they_are():
         return [(call.op, call.elements) for call in log]
 
     assert run_forked(2, job) == 2 * [
-        [("all_reduce", 5)]
-    ]  # one parameter, two codes of problems, two of hyperparameters
+        [("all_reduce", 7)]
+    ]  # one parameter; of problems, drops and hyperparameters two each
 
 
 # --- the order of a step -------------------------------------------------------------------------

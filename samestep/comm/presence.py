@@ -27,7 +27,7 @@ from samestep.plan.copied import CopiedAlong
 from samestep.tooling.warn import some
 
 PROBLEM_CODES = 2  # numbers in which a rank tells of its problem
-CODES = PROBLEM_CODES + 4  # and whether it dropped gradients, and what it is about to do
+_CODES = PROBLEM_CODES + 4  # and whether it dropped gradients, and what it is about to do
 _WAY_OUT = (
     "Ranks that share parameters need the same hyperparameters in every step: a scheduler that "
     "looks at a loss, such as ReduceLROnPlateau, has to be given the same on every rank (the mean "
@@ -37,6 +37,11 @@ _TOLD = "_told_to_other_ranks"  # of an error
 _NOTHING = -(1 << 63)  # below all that anybody says
 CALL = "call"  # in lines of what ranks are about to do
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
+
+
+def presence_elements(params: int, copied: Sequence[CopiedAlong] = ()) -> int:
+    """Numbers that presence sends: votes on parameters and on copies of them, then codes."""
+    return params + sum(each.elements for each in copied) + _CODES
 
 
 class Problem(NamedTuple):
@@ -178,7 +183,8 @@ def any_problem(
     """
     codes = _codes_of(problem, group.members[group.rank])
     told = torch.tensor(codes, dtype=torch.int64, device=device)
-    other, code = maximum("problems", told, group).wait().tolist()
+    name = "problems" if call is None else f"agreement on {call.name}"
+    other, code = maximum(name, told, group).wait().tolist()
     _refuse_swap(other, code, problem)
     if problem is None and code:
         return Problem(_problem_of((code >> 32) - 1, call=call))
@@ -348,13 +354,15 @@ class PresenceAgreement:
             if problem is None:
                 assert whole is not None
                 copied = self._copied.votes(whole)
-            votes = torch.cat([votes[:-CODES], copied, votes[-CODES:]])
+            votes = torch.cat([votes[:-_CODES], copied, votes[-_CODES:]])
+        copies = () if self._copied is None else self._copied.along
+        assert len(votes) == presence_elements(len(here), copies)  # as the estimate counts them
         votes = self._on_device(votes)
         on_device = self._add_numbers(votes, intent)
         anywhere = self._largest("presence", votes)
         self._votes, said = anywhere[: len(here)], anywhere[len(here) :]
         if problem is not None and problem.swapped:  # the only one that a GPU is waited for
-            other, code = said[-CODES:].tolist()[:2]
+            other, code = said[-_CODES:].tolist()[:2]
             _refuse_swap(other, code >> 1, problem, self._names)
         if problem is not None:
             raise problem.error
@@ -459,7 +467,7 @@ class PresenceAgreement:
         if self._device.type == "cpu":
             self._read(said, intent, on_device, late=False)
         elif dropped:
-            intact = said[-CODES:].tolist()[PROBLEM_CODES + 1]
+            intact = said[-_CODES:].tolist()[PROBLEM_CODES + 1]
             if intact:
                 raise self._dropped_here_alone(self._rank, None, intact - 1)
             self._read(said, intent, on_device, late=False)
@@ -474,7 +482,7 @@ class PresenceAgreement:
         self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, late: bool
     ) -> None:
         """The votes about copies, and the codes of problems, of drops and of what ranks will do."""
-        other, code, dropped, intact, digest, inverse = said[-CODES:].tolist()
+        other, code, dropped, intact, digest, inverse = said[-_CODES:].tolist()
         self.flagged, code = bool(code & 1), code >> 1
         _refuse_swap(other, code, None, self._names)
         if code:
@@ -487,7 +495,7 @@ class PresenceAgreement:
             raise self._dropped_here_alone(dropped - 1, None, intact - 1)
         self.dropped = bool(dropped)
         if self._copied is not None:
-            self._copied.refuse_difference(said[:-CODES], self._names, late=late)
+            self._copied.refuse_difference(said[:-_CODES], self._names, late=late)
 
     def _difference(
         self, intent: Intent, on_device: Tensor | None, *, late: bool

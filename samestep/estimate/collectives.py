@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, maximum
 
-from samestep.comm.presence import CODES, PROBLEM_CODES
+from samestep.comm.presence import PROBLEM_CODES, presence_elements
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import RINGS, Hardware
@@ -201,7 +201,7 @@ class Launches:
 
     def _agree(self, number: int) -> Iterator[Collective]:
         placement = self._blueprint.placements[number]
-        elements = len(placement.params) + sum(each.elements for each in placement.copied) + CODES
+        elements = presence_elements(len(placement.params), placement.copied)
         outer = [each.outer for each in placement.sharings[:1]]
         for peers in filter(None, (placement.peers, *outer, placement.mesh)):
             yield from _summed("presence", peers, torch.int64, elements)

@@ -44,7 +44,12 @@ def _dtype(name: str, value: Any) -> None:
 
 
 def process_group(name: str, value: Any) -> None:
-    """A process group of torch.distributed."""
+    """A process group of torch.distributed that has this rank."""
+    if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(  # what new_group() gives to ranks that are not in the group
+            f"rank {dist.get_rank()} is not a member of the given {name}: every rank passes the "
+            "group that it is in itself"
+        )
     if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         hint = "; mesh.get_group(name) gives one" if type(value).__name__ == "DeviceMesh" else ""
         raise TypeError(

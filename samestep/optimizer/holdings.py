@@ -271,8 +271,13 @@ class Holdings:
 
     def settle(self, groups: Sequence[Group], state: States) -> None:
         """Make the plans and the state that were put off, for the parameters of now. Collective."""
-        params = [param for group in groups for param in group["params"]]
-        call = joint_call("the first step", params, vars(self.distribution) | {"deferred": False})
+        own = {index: reduction.ranks.handle for index, reduction in self.reductions.items()}
+        of_groups = [
+            {"params": group["params"], "process_group": own.get(index)}
+            for index, group in enumerate(groups)
+        ]
+        options = vars(self.distribution) | {"deferred": False}
+        call = joint_call("the first step", of_groups, options)
         with call:
             self.check_list(groups)
             self.checks.swapped(groups)  # raises if shapes have changed
@@ -457,25 +462,39 @@ def parameters_elsewhere(groups: Sequence[Group], ranks: RankGroup) -> str | Non
 def joint_call(name: str, params: Any, options: Mapping[str, Any]) -> JointCall:
     """A call in which ranks make their plans; `options`: keywords of the optimizer.
 
-    Ranks that share nothing wait for nobody: DTensors whose gradients come reduced are compared on
-    their mesh alone, and plans that are put off come later.
+    Ranks that share nothing wait for nobody: groups with a `process_group` of their own concern its
+    ranks alone, DTensors whose gradients come reduced are compared on their mesh alone, and plans
+    that are put off come later.
     """
     own = list(_tensors_of(params))
     alone = options.get("grads") == "reduced" and any(mesh_of(param) is not None for param in own)
     device = own[0].device if own else torch.device("cpu")
 
     def agree(problem: Problem | None) -> None:
-        found = []
-        if not alone and not options.get("deferred"):
-            try:
-                found = [rank_group(options.get("process_group"))]
-                if options.get("outer_group") is not None:
-                    found.append(rank_group(options["outer_group"]))
-            except (RuntimeError, TypeError, ValueError, AttributeError):  # raised where it is used
-                found = []
-        agree_among([ranks for ranks in found if ranks], Call(name), problem, device)
+        shares = not alone and not options.get("deferred")
+        found = _ranks_of_plans(params, options) if shares else []
+        agree_among(found, Call(name), problem, device)
 
     return JointCall(agree)
+
+
+def _ranks_of_plans(params: Any, options: Mapping[str, Any]) -> list[RankGroup]:
+    """The ranks that make plans for any of these parameters, in the order of the plans."""
+    listed = params if isinstance(params, list | tuple) and params else [params]
+    handles = [each.get("process_group") if isinstance(each, Mapping) else None for each in listed]
+    if any(handle is None for handle in handles):  # the others are of some of these ranks
+        handles = [options.get("process_group")]
+        if options.get("outer_group") is not None:
+            handles.append(options["outer_group"])
+    found: list[RankGroup] = []
+    for handle in handles:
+        try:
+            ranks = rank_group(handle)
+        except (RuntimeError, TypeError, ValueError, AttributeError):  # raised where it is used
+            continue
+        if ranks is not None and ranks not in found:
+            found.append(ranks)
+    return found
 
 
 def _tensors_of(params: Any) -> Iterator[Tensor]:

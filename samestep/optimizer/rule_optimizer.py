@@ -145,8 +145,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         if not self._constructed or self.holdings.is_deferred:
             self._add_group(param_group, lambda: None)
             return
-        shared = not (isinstance(param_group, dict) and "process_group" in param_group)
-        with self._runner.together("add_param_group()", None if shared else ()) as call:
+        name = "add_param_group()"
+        call = self._runner.together(name)
+        if isinstance(param_group, dict) and param_group.get("process_group") is not None:
+            call = joint_call(name, [param_group], vars(self.holdings.distribution))  # of its ranks
+        with call:
             self._add_group(param_group, call.ready)
 
     def _add_group(self, param_group: dict[str, Any], ready: Callable[[], None]) -> None:

@@ -121,7 +121,7 @@ def test_times_by_hand():
     # 30 m^3 FLOPs at 1 GFLOP/s are 15.36 us.
     timeline = simulate(muon_over(2), MACHINE, show=[0])
     link, compute = 1e-3 + 128 / 1e6, 30 * 8**3 / 1e9
-    presence = 1e-3 + 2 * 4 * 8 / 2 / 1e6  # two parameters, two codes of problems
+    presence = 1e-3 + 2 * 8 * 8 / 2 / 1e6  # two parameters; of problems, drops and digests two
     assert timeline.seconds == pytest.approx(presence + link + compute + link)
     assert timeline.exposed_seconds == pytest.approx(presence + 2 * link)
     assert float(timeline.idle.max()) == pytest.approx(0)

@@ -15,7 +15,7 @@ torch's watchdog acts and with a message, when
     an operation has been in flight for most of its group's time-out (`patience_of`),
     another rank has ended: at once if it was killed or raised, else when somebody waits for it,
     another rank could not take a step that this rank waits for,
-    another rank launched other operations in the same step, even if none of them hangs,
+    another rank launched other operations in a group, even if none of them hangs,
     another rank's watch has found any of this.
 
 `CollectiveError` is then raised in the thread that steps; communicators are aborted, so that a
@@ -75,7 +75,7 @@ NOWHERE = "no operation of samestep"
 WHERE = "Where they were:"
 NEWLINE = "\n"
 GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
-STEPS_KEPT = 8  # whose operations are compared between ranks
+LAUNCHES_KEPT = 64  # of a group, that are compared between ranks
 BACKENDS = ("gloo", "nccl")
 OFF = "SAMESTEP_WATCH"  # "0" in the environment: nothing is watched
 
@@ -136,12 +136,13 @@ class Operation:
         )
 
 
-class StepRecord(NamedTuple):
-    """How many operations one group had by the end of a step, and a digest of their order."""
+class Launched(NamedTuple):
+    """An operation of one group: its number there, and a digest of all up to it, in order."""
 
-    step: int
-    launched: int
+    number: int
     digest: int
+    name: str
+    elements: int
 
 
 class Watch:
@@ -179,8 +180,7 @@ class Watch:
         self._step = 0
         self._in_flight: deque[Operation] = deque()
         self._passed: deque[tuple[torch.cuda.Event, int]] = deque()  # at the end of a step
-        self._groups: dict[tuple[int, ...], tuple[int, int]] = {}  # count and digest by ranks
-        self._steps: deque[dict[str, StepRecord]] = deque(maxlen=STEPS_KEPT)
+        self._groups: dict[str, deque[Launched]] = {}  # the last ones, by group
         self._told_problem = False
         self._heard = time.monotonic()  # when the thread that steps last did anything here
         self._stopping = threading.Event()
@@ -196,18 +196,27 @@ class Watch:
 
     # --- told by the thread that steps: no call of the device but one event a step ---------------
 
-    def launching(self, transfer: Transfer, ranks: tuple[int, ...], patience: float) -> Operation:
-        """Take note of a collective before its launch; costs the host about two microseconds."""
+    def launching(
+        self, transfer: Transfer, ranks: tuple[int, ...], patience: float, group: str = ""
+    ) -> Operation:
+        """Take note of a collective before its launch; costs the host about two microseconds.
+
+        group: The name of the process group, the same on all its ranks. Groups of the same ranks
+            are told apart: threads may launch on several of them in any order.
+        """
         self._count += 1
         now = self._heard = time.monotonic()
         operation = Operation(
             self._count, self._step, transfer.name, transfer.elements, ranks, now, patience
         )
         self._in_flight.append(operation)
-        count, digest = self._groups.get(ranks, (0, 0))
+        key = f"{group} {' '.join(map(str, ranks))}"
+        known = self._groups.get(key)
+        if known is None:
+            known = self._groups[key] = deque([Launched(0, 0, "", 0)], maxlen=LAUNCHES_KEPT)
         # Whole numbers only: their hash is the same in every process.
-        digest = hash((digest, _number_of(transfer.name), transfer.elements))
-        self._groups[ranks] = count + 1, digest
+        digest = hash((known[-1].digest, _number_of(transfer.name), transfer.elements))
+        known.append(Launched(known[-1].number + 1, digest, transfer.name, transfer.elements))
         return operation
 
     def step_begun(self) -> None:
@@ -230,12 +239,6 @@ class Watch:
         event = recorded_event(device)
         if event is not None:
             self._passed.append((event, self._last_waited_for()))
-        self._steps.append(
-            {
-                " ".join(map(str, ranks)): StepRecord(self._step, *seen)
-                for ranks, seen in self._groups.items()
-            }
-        )
 
     def problem(self, error: BaseException) -> None:
         """This rank cannot take the step. Others end if they wait for it, and only then."""
@@ -299,8 +302,11 @@ class Watch:
         gone = self._gone(waiting=self._oldest_age() > SUSPICIOUS_S)
         if gone is not None:
             return gone
-        self._store.set(self._key("steps"), json.dumps(list(self._steps)))
-        return self._out_of_step()
+        launched = {
+            group: [each[:2] for each in list(known)] for group, known in list(self._groups.items())
+        }
+        self._store.set(self._key("launched"), json.dumps(launched))
+        return self._out_of_order()
 
     def _oldest_age(self) -> float:
         with suppress(IndexError):  # the other thread may take it away meanwhile
@@ -354,31 +360,22 @@ class Watch:
                     self._processes[rank] = self._store.get(key).decode()
         yield from self._processes.items()
 
-    def _out_of_step(self) -> str | None:
-        """Compare with the next rank which operations the same steps had, group by group."""
+    def _out_of_order(self) -> str | None:
+        """The first operation of a group that the next rank launched otherwise, if there is one."""
         other = (self._rank + 1) % self._size
-        key = self._key("steps", other)
+        key = self._key("launched", other)
         if other == self._rank or not self._store.check([key]):
             return None
-        theirs = [
-            {ranks: StepRecord(*record) for ranks, record in step.items()}
-            for step in json.loads(self._store.get(key))
-        ]
-        for mine in list(self._steps):
-            for step in theirs:
-                for ranks in mine.keys() & step.keys():
-                    if mine[ranks].step == step[ranks].step and mine[ranks] != step[ranks]:
-                        number = mine[ranks].step
-                        counts = mine[ranks].launched, step[ranks].launched
-                        kinds = (
-                            f"{counts[0]} and {counts[1]} so far"
-                            if counts[0] != counts[1]
-                            else f"{counts[0]} so far, of other kinds or sizes"
-                        )
-                        return (
-                            f"ranks {self._rank} and {other} launched different operations by the "
-                            f"end of step {number}: {kinds}"
-                        )
+        theirs = json.loads(self._store.get(key))
+        for group, known in list(self._groups.items()):
+            digests = dict(theirs.get(group, ()))
+            for mine in list(known):
+                if digests.get(mine.number, mine.digest) != mine.digest:
+                    return (
+                        f"ranks {self._rank} and {other} launched different operations: number "
+                        f"{mine.number} of their group is {mine.name} ({mine.elements} elements) on "
+                        f"rank {self._rank}, and on rank {other} it is another, or of another size"
+                    )
         return None
 
     # --- the end ---------------------------------------------------------------------------------
@@ -589,10 +586,11 @@ class GroupWatch(NamedTuple):
 
     watch: Watch
     patience: float
+    group: str
 
     def launching(self, transfer: Transfer, ranks: tuple[int, ...]) -> Operation:
         """See `Watch.launching`."""
-        return self.watch.launching(transfer, ranks, self.patience)
+        return self.watch.launching(transfer, ranks, self.patience, self.group)
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, GroupWatch | None] = WeakKeyDictionary()
@@ -606,7 +604,8 @@ def of(handle: dist.ProcessGroup) -> GroupWatch | None:
             on_device = "cuda:nccl" in str(dist.get_backend_config(handle))
             found = start() if on_device else None
             if found is not None:
-                _groups[handle] = GroupWatch(found, patience_of(timeout_of(handle)))
+                limit = patience_of(timeout_of(handle))
+                _groups[handle] = GroupWatch(found, limit, handle.group_name)
     return _groups[handle]
 
 

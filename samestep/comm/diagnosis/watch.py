@@ -373,8 +373,8 @@ class Watch:
                 if digests.get(mine.number, mine.digest) != mine.digest:
                     return (
                         f"ranks {self._rank} and {other} launched different operations: number "
-                        f"{mine.number} of their group is {mine.name} ({mine.elements} elements) on "
-                        f"rank {self._rank}, and on rank {other} it is another, or of another size"
+                        f"{mine.number} of their group is {mine.name} ({mine.elements} elements) "
+                        f"on rank {self._rank}, and another, or of another size, on rank {other}"
                     )
         return None
 

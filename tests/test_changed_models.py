@@ -150,9 +150,18 @@ def test_another_parameter_is_no_swap():
 def test_one_parameter_in_the_places_of_two():
     params = [("a", nn.Parameter(torch.ones(4, 4))), ("b", nn.Parameter(torch.ones(4, 4)))]
     opt = samestep.Muon(params)
-    opt.param_groups[0]["params"] = [nn.Parameter(torch.ones(4, 4))] * 2
-    with pytest.raises(RuntimeError, match="a parameter was put in the places of several"):
-        opt.step()
+    listed = opt.param_groups[0]["params"]
+    both = "a parameter was put in the places of several, 'a' and 'b'"
+    for one in (nn.Parameter(torch.ones(4, 4)), params[0][1]):
+        for steps_before in (0, 1, 2, 3):
+            listed[:] = [param for _, param in params]
+            for param in (one, *listed):
+                param.grad = torch.ones(4, 4)
+            for _ in range(steps_before):
+                opt.step()
+            listed[:] = [one, one]
+            with pytest.raises(RuntimeError, match=both):
+                opt.step()
 
 
 @pytest.mark.parametrize("first", [0, 2])

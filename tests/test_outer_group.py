@@ -174,11 +174,13 @@ def test_plans_are_compared_over_all_ranks():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="give process_group= too"):
+    with pytest.raises(TypeError, match=r"outer_group must be a torch\.distributed\.ProcessGroup"):
         samestep.MuonAdamW(Net(), outer_group=object())
 
     def job(rank):
         inside, outside = groups(2, 1)
+        with pytest.raises(ValueError, match="give process_group= too"):
+            samestep.MuonAdamW(Net(), outer_group=outside)
         with pytest.raises(ValueError, match="process_group has one rank"):
             samestep.MuonAdamW(Net(), process_group=inside, outer_group=outside, **OPTIONS)
         model = Net()

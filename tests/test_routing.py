@@ -451,7 +451,11 @@ def test_experts_that_no_recipe_knows(kind, named):
         else:
             assert row["reason"].startswith("guessed: a ")
     assert len(rows) == len(expected)
-    (text,) = [str(each.message) for each in found]
+    texts = [str(each.message) for each in found]
+    if not any(re.match("guessed: (experts|a vector)", row["reason"]) for row in rows):
+        assert not texts  # a router alone is known by its name
+        return
+    (text,) = texts
     assert "no recipe knows the experts of this model, so names and shapes decide" in text
     # What the warning proposes says the same, without a warning.
     overrides = eval(text.partition("overrides=")[2])

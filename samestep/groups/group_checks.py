@@ -14,6 +14,7 @@ from samestep.groups.param_groups import (
     check,
     decisive_changes,
     is_constant,
+    members,
     naming_group,
     options_of,
     parameter_names,
@@ -77,11 +78,9 @@ class GroupChecks:
                         f"{tuple(old.shape)}: build the optimizer after changing the model"
                     )
                 found[old] = new
-        if len(set(found.values())) < len(found):
-            raise UnknownParameterError(
-                "a parameter was put in the places of several: build the optimizer after tying "
-                "weights"
-            )
+        problem = in_several_places((name, param) for _, name, param in members(groups))
+        if problem is not None:
+            raise UnknownParameterError(problem)
         return None if all(old is new for old, new in found.items()) else found
 
     def counted(self, index: int, group: Group) -> list[Tensor]:
@@ -126,7 +125,11 @@ class GroupChecks:
 
     def _check_parameters(self, index: int, group: Group) -> None:
         self.counted(index, group)
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+        named = list(zip(parameter_names(group, index), group["params"], strict=True))
+        problem = in_several_places(named)
+        if problem is not None:
+            raise RuntimeError(problem)
+        for name, param in named:
             made_for = self._made_for.get(param)
             if made_for is None:
                 raise UnknownParameterError(
@@ -134,6 +137,18 @@ class GroupChecks:
                     "through add_param_group"
                 )
             _check_parameter(name, param, *made_for)
+
+
+def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Why groups cannot be updated, if one parameter is in them under several names."""
+    first: dict[Tensor, str] = {}
+    for name, param in named:
+        if first.setdefault(param, name) != name:
+            return (
+                f"a parameter was put in the places of several, {first[param]!r} and {name!r}: "
+                "build the optimizer after tying weights"
+            )
+    return None
 
 
 class CheckedParameters(NamedTuple):

@@ -308,9 +308,13 @@ def _guessed(
 
 
 def _warn_of_guesses(given: Routable, guessed: Mapping[str, Group]) -> None:
-    """One warning for all, with the overrides that say the same."""
+    """One warning for all, with the overrides that say the same.
+
+    Of stacks, whose orientation and cuts shapes decide. A router alone is known by its name, as
+    embeddings and heads are, and its name in table() is enough.
+    """
     guessed = {name: options for name, options in guessed.items() if "rule" in options}
-    if not guessed:
+    if all(options["role"] == "gate" for options in guessed.values()):
         return
     by_pattern: dict[str, list[NamedParameter]] = {}
     for parameter in given.parameters:

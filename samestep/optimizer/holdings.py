@@ -19,7 +19,7 @@ from samestep.comm.groups import GroupReduction, RankGroup, rank_group, ranks_te
 from samestep.comm.integrity.agreement import gather_rows
 from samestep.comm.presence import Call, JointCall, Problem, agree_among
 from samestep.groups.distribution import Distribution
-from samestep.groups.group_checks import GroupChecks
+from samestep.groups.group_checks import GroupChecks, in_several_places
 from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
 from samestep.groups.param_groups import Group, blocks_of_group, members, parameter_names
 from samestep.groups.pipelines import WAY_OF_STAGES, PipelineStages
@@ -198,6 +198,9 @@ class Holdings:
     def shared_memory(self, groups: Sequence[Group]) -> str | None:
         """Why parameters cannot be updated, if two of them lie in the same memory."""
         named = [(name, param) for _, name, param in members(groups)]
+        problem = in_several_places(named)
+        if problem is not None:
+            return problem
         pair = overlap(named)
         if pair is not None:
             return (
@@ -273,8 +276,9 @@ class Holdings:
         """Make the plans and the state that were put off, for the parameters of now. Collective."""
         own = {index: reduction.ranks.handle for index, reduction in self.reductions.items()}
         of_groups = [
-            {"params": group["params"], "process_group": own.get(index)}
+            {"params": group.get("params"), "process_group": own.get(index)}
             for index, group in enumerate(groups)
+            if isinstance(group, dict)  # anything else is refused below
         ]
         options = vars(self.distribution) | {"deferred": False}
         call = joint_call("the first step", of_groups, options)
@@ -471,7 +475,7 @@ def joint_call(name: str, params: Any, options: Mapping[str, Any]) -> JointCall:
     device = own[0].device if own else torch.device("cpu")
 
     def agree(problem: Problem | None) -> None:
-        shares = not alone and not options.get("deferred")
+        shares = not alone and options.get("deferred") is not True  # any other value is an error
         found = _ranks_of_plans(params, options) if shares else []
         agree_among(found, Call(name), problem, device)
 

@@ -28,8 +28,8 @@ def go_on(rank: int, steps: int, runs: list[list[str]]) -> list[int]:
     torch.set_num_threads(1)
     save = trainer.Trainer._save
 
-    def save_and_stop(self):
-        save(self)
+    def save_and_stop(self, stops):
+        save(self, stops)
         if self.step < self.options.steps and self.step % steps == 0:
             raise KeyboardInterrupt
 
@@ -99,8 +99,11 @@ def test_factors_on_a_mesh(tmp_path):
         ("--compile", "--compile is about blocks that an axis cuts: add --tp"),
         ("--ep 2", "--ep: about experts, and there are none: add --moe"),
         ("--null-experts 1 --z-loss 0.1", "--null-experts, --z-loss: about experts, and there are"),
-        ("--moe --z-loss -1", "z_loss must be at least 0, got -1.0"),
-        ("--moe --null-experts 2 --active-experts 11", "from 1 to experts = 8 + null_experts = 10"),
+        ("--moe --z-loss -1", "--z-loss must be at least 0, got -1.0"),
+        (
+            "--moe --null-experts 2 --active-experts 11",
+            "--active-experts must be from 1 to --experts = 8 + --null-experts = 10, got 11",
+        ),
         ("--pp 2 --dropout 0.1", "--dropout draws once per batch, and --pp cuts it"),
         ("--layout hsdp --replicate 2", "--layout hsdp has --shards, and --replicate says"),
         ("--tp 2 --expert-tensor-parallel 3", "--expert-tensor-parallel must be 0, 1 or --tp"),

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("no_torchrun")
         (["--max-grad-norm", "0"], "--max-grad-norm must be above 0"),
         (["--momentum", "1"], "--momentum must be from 0 to below 1, got 1.0"),
         (["--seed", "-1"], "--seed must be from 0"),
-        (["--width", "30"], "width must be a multiple of 2 * heads = 8"),
-        (["--experts", "2", "--active-experts", "3"], "active_experts must be from 1 to experts"),
-        (["--dropout", "1"], "dropout must be from 0 to below 1, got 1.0"),
+        (["--width", "30"], "--width must be a multiple of 2 * --heads = 8"),
+        (["--experts", "2", "--active-experts", "3"], "--active-experts must be from 1 to"),
+        (["--dropout", "1"], "--dropout must be from 0 to below 1, got 1.0"),
         (["--final-lr", "2"], "--final-lr must be from 0 to 1, got 2.0"),
     ],
 )

@@ -1,5 +1,5 @@
 # make venv | demo | train | test | test-repeat | coverage | soak | fuzz | bench | test-gpu | test-xla |
-# test-browser | test-integrations | test-peers | site | pages | dist | test-matrix | clean: everything happens in .venv,
+# test-browser | test-integrations | test-peers | site | pages | promises | dist | test-matrix | clean: everything happens in .venv,
 # what needs XLA in .venv-xla and the trainers of others in .venv-integrations.
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo train test lint types unit test-repeat coverage soak fuzz bits bits-compare bench test-gpu test-nccl test-xla xla_receipts \
-	test-browser test-integrations test-peers site pages dist test-matrix clean
+	test-browser test-integrations test-peers site pages promises dist test-matrix clean
 
 venv: $(STAMP)
 
@@ -200,6 +200,10 @@ pages: venv
 	$(PY) -m tests.pages
 	$(PY) -m tests.inventory > tests/.inventory.json
 	mv tests/.inventory.json tests/inventory.json
+
+# Tries what the documentation promises in every layout, and writes docs/promises.md if all is kept.
+promises: venv
+	$(PY) -m tests.promises
 
 # sdist and wheel of the commit, into dist/: docs/releasing.md.
 dist: venv

@@ -1,0 +1,91 @@
+"""docs/promises.md is what `tests.promises` writes, and a sample of it is tried.
+
+Every promise is tried in one layout of two ranks and one of four; `make soak` tries all cells.
+"""
+
+import pytest
+import torch.distributed as dist
+
+from tests import promises
+from tests.promises import PAGE, PROMISES, Cell, Promise
+from tests.soak import SOAK
+
+
+def test_sentences_are_on_their_pages():
+    """Of a promise that is made no more, or in other words, nobody knows what was tried."""
+    pages = {
+        each.page: " ".join((promises.ROOT / "docs" / each.page).read_text().split())
+        for each in PROMISES
+    }
+    missing = [e.name for e in PROMISES if " ".join(e.sentence.split()) not in pages[e.page]]
+    assert missing == []
+    assert len({each.name for each in PROMISES}) == len(PROMISES)
+
+
+def test_the_page_is_that_of_the_list_with_nothing_broken():
+    """`make promises` writes it; what applies where is in the list, so no row is forgotten."""
+    assert PAGE.read_text() == promises.render(dict.fromkeys(promises.cells()))
+    assert "broken 0," in PAGE.read_text()
+
+
+def sample() -> list[Cell]:
+    """One cell of every promise on two ranks, each with another layout and option."""
+    chosen = []
+    for number, each in enumerate(PROMISES):
+        own = [c for c in promises.cells([each]) if promises.LAYOUTS[c.layout][0] == 2]
+        chosen += own[number % len(own) :][:1] if own else []
+    return chosen
+
+
+def test_promises_are_kept():
+    chosen = promises.cells() if SOAK else sample()
+    broken = {str(cell): found for cell, found in promises.try_cells(chosen).items() if found}
+    assert broken == {}
+
+
+# --- what is broken is seen ----------------------------------------------------------------------
+
+
+def cell_of(action) -> Cell:
+    return Cell(Promise("", "", "works", action, ("",), ("zero2",), {}), "zero2", "")
+
+
+def kept(trial):
+    """Trains."""
+    trial.run().train(0)
+
+
+def broken_on_one_rank(trial):
+    """The other rank has kept it."""
+    if trial.rank == 1:
+        raise ValueError("of rank 1")
+
+
+def other_bits(trial):
+    """One step more than one process."""
+    promises.same(trial.run().train(0, 1).weights(), trial.plain().train(0).weights())
+
+
+def silent(trial):
+    """Nothing is raised."""
+    promises.refused(lambda: None, "text")
+
+
+def left_alone(trial):
+    """A rank that waits for another one, which fails."""
+    if trial.rank == 1:
+        raise ValueError("gone")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("action", [broken_on_one_rank, other_bits, silent, left_alone])
+def test_what_is_broken_is_seen_and_the_rest_is_tried(action):
+    first, bad, last = cell_of(kept), cell_of(action), cell_of(kept)
+    outcome = promises.try_cells([first, bad, last])
+    assert list(outcome) == [first, bad, last]
+    assert outcome[first] is None
+    assert outcome[last] is None
+    assert outcome[bad]
+    assert "broken" in promises.render(
+        {**dict.fromkeys(promises.cells()), promises.cells()[0]: "x"}
+    )

@@ -201,7 +201,7 @@ pages: venv
 	$(PY) -m tests.inventory > tests/.inventory.json
 	mv tests/.inventory.json tests/inventory.json
 
-# Tries what the documentation promises in every layout, and writes docs/promises.md if all is kept.
+# Tries what the documentation promises in every layout, and writes out/promises.md if all is kept.
 promises: venv
 	$(PY) -m tests.promises
 

@@ -1,6 +1,6 @@
 """Promises of the documentation, tried in every layout and with every option that matters to them.
 
-    python -m tests.promises            # tries all, and writes docs/promises.md
+    python -m tests.promises            # tries all, and writes out/promises.md
     python -m tests.promises --only mistakes.md --layout "flat zero2"
 
 A promise is a sentence of a page and a function that does on a rank what the sentence is about: it
@@ -46,7 +46,7 @@ from tests.limits import HANG, limit
 from tests.ranks import RanksFailed, run_forked
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "promises.md"
+PAGE = ROOT / "out" / "promises.md"
 
 # --- layouts and options -------------------------------------------------------------------------
 
@@ -2048,6 +2048,7 @@ def main() -> int:
     )
     broken = any(outcome.values())
     if len(chosen) == len(cells()) and not broken:
+        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(render(outcome))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     return int(broken)

@@ -90,9 +90,10 @@ class RulePeaks:
         """Of an elementwise rule on one slice."""
         made = partial(self._operand, (elements,), dtype, master)
         found = self._peak(update_elementwise, made, ("slice", elements, dtype, master))
-        # On the host AdamW's numbers are Python's, which saves a product; meta is no host.
-        saves = self._on_cpu and self._rule.name == "adamw"
-        return found - elements * math_dtype(_meta((), dtype)).itemsize if saves else found
+        # On the host AdamW's numbers are Python's, which saves a product, and a gradient is copied
+        # only if it has huge elements; meta is no host.
+        saved = 2 if self._on_cpu and self._rule.name == "adamw" else 0
+        return found - saved * elements * math_dtype(_meta((), dtype)).itemsize
 
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
         """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""

@@ -226,6 +226,16 @@ def test_watch_takes_the_hook_of_errors_and_gives_it_back() -> None:
     assert sys.excepthook == hook
 
 
+def test_watch_ends_with_its_group() -> None:
+    over = False
+    store = dist.HashStore()
+    alone = Watch(store, 0, 2, on_device=True, is_over=lambda: over)
+    over = True
+    eventually(lambda: not alone._thread.is_alive())
+    assert store.check(["samestep/watch/ended/0"])  # who still waits for this rank is told
+    alone.stop()
+
+
 def test_patience_ends_before_the_watchdog_of_torch() -> None:
     from datetime import timedelta
 

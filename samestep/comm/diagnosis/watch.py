@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -155,6 +156,8 @@ class Watch:
         on_device: Whether collectives run on the device alone, so that nothing raises on the host.
         end: Ends the process with a message; tests put in their own.
         torch_operations: Collectives of torch, such as FSDP2's, that are in flight for so long.
+        patience: Seconds that those may be in flight; None: they are not looked at.
+        is_over: Whether the group was destroyed, so that nothing is left to watch.
     """
 
     def __init__(
@@ -167,8 +170,10 @@ class Watch:
         end: "Callable[[CollectiveError, int], None] | None" = None,
         torch_operations: Callable[[float], Sequence[str]] = nccl.operations_in_flight,
         patience: float | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
+        self._is_over = is_over
         self._rank, self._size = rank, size
         self._on_device = on_device
         self._calls = RollCall(dist.PrefixStore("samestep_watch", store), rank)
@@ -277,6 +282,9 @@ class Watch:
             if name is not None:
                 self._store.set(self._key("process"), name)
             while not self._stopping.wait(pause):
+                if self._is_over():
+                    self._goodbye()
+                    return
                 found = self._look() if self._on_device else None
                 if self._stopping.is_set():
                     return
@@ -288,7 +296,7 @@ class Watch:
                     return
         except Exception:
             # The store is gone, and with it, unless torchrun hosts it, rank 0.
-            while self._on_device and not self._stopping.wait(pause):
+            while self._on_device and not self._stopping.wait(pause) and not self._is_over():
                 stuck = self._stuck()
                 if stuck is not None or self._oldest_age() > SUSPICIOUS_S:
                     self._fail(stuck)
@@ -536,12 +544,22 @@ def end_process(error: CollectiveError, thread: int) -> None:
 
 # --- one for each process ------------------------------------------------------------------------
 
-_current: tuple[Any, Watch | None] | None = None  # the default group, and its watch
+
+class _Current(NamedTuple):
+    """The default group, which is not kept alive, and its watch if it has one."""
+
+    world: "weakref.ref[dist.ProcessGroup]"
+    watch: Watch | None
+
+
+_current: _Current | None = None
 
 
 def current() -> Watch | None:
     """The watch of this process's default group, if it has one already."""
-    return None if _current is None or _current[0] is not dist.group.WORLD else _current[1]
+    if _current is None or _current.world() is not dist.group.WORLD:
+        return None
+    return _current.watch
 
 
 def start() -> Watch | None:
@@ -550,27 +568,33 @@ def start() -> Watch | None:
     There is none for ranks that are threads, or where the environment has SAMESTEP_WATCH=0.
     """
     global _current
-    if not dist.is_available() or not dist.is_initialized():
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None:
         return None
-    world = dist.group.WORLD
-    if _current is not None and _current[0] is world:
-        return _current[1]
-    if _current is not None and _current[1] is not None:
-        _current[1].stop()
+    if _current is not None:
+        if _current.world() is world:
+            return _current.watch
+        if _current.watch is not None:
+            _current.watch.stop()
     watch = None
     known = any(name in str(dist.get_backend()) for name in BACKENDS)
     if known and dist.get_world_size() > 1 and os.environ.get(OFF) != "0":
         with suppress(AttributeError, RuntimeError):  # a group made in Python may have no store
-            store = _own_connection(world.get_group_store())  # type: ignore[union-attr]
             watch = Watch(
-                store,
+                _own_connection(world.get_group_store()),
                 dist.get_rank(),
                 dist.get_world_size(),
                 on_device="nccl" in str(dist.get_backend()),
                 patience=patience_of(default_timeout()),
+                is_over=_destroyed(weakref.ref(world)),
             )
-    _current = world, watch
+    _current = _Current(weakref.ref(world), watch)
     return watch
+
+
+def _destroyed(world: "weakref.ref[dist.ProcessGroup]") -> Callable[[], bool]:
+    """Whether a default group is the default group no more."""
+    return lambda: world() is None or world() is not dist.group.WORLD
 
 
 def _own_connection(store: dist.Store) -> dist.Store:

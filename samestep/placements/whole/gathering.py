@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import RankGroup
@@ -130,7 +131,10 @@ class ParametersInFlight:
         """These are on their way until `arrive` was called; calling it again does nothing."""
         for param in params:
             self.arrivals[param] = arrive
-            mark(param, partial(self.wait_for, (param,)))
+            # Whoever takes the part of a DTensor takes a view, which autograd keeps: what shares its
+            # memory must not be written any more.
+            whole = isinstance(param, DTensor)
+            mark(param, self.wait_for_all if whole else partial(self.wait_for, (param,)))
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
         """Return when these have arrived."""

@@ -131,8 +131,8 @@ class ParametersInFlight:
         """These are on their way until `arrive` was called; calling it again does nothing."""
         for param in params:
             self.arrivals[param] = arrive
-            # Whoever takes the part of a DTensor takes a view, which autograd keeps: what shares its
-            # memory must not be written any more.
+            # Whoever takes the part of a DTensor takes a view, which autograd keeps: the memory
+            # that it shares with others must not be written any more.
             whole = isinstance(param, DTensor)
             mark(param, self.wait_for_all if whole else partial(self.wait_for, (param,)))
 

@@ -89,7 +89,7 @@ def test_options_that_do_not_parse(capsys, arguments):
 @pytest.mark.parametrize("missing", ["tyro", "rich", "matplotlib"])
 def test_missing_extras_are_named(capsys, monkeypatch, missing):
     for name in list(sys.modules):
-        if name.startswith(("samestep.bench.", f"{missing}.")):
+        if name.startswith(("samestep.bench.", "samestep.tooling.", f"{missing}.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert cli.main(["bench", "crossover"]) == 2

@@ -10,7 +10,7 @@ what an axis to its right (tensor parallel) had cut before it.
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -199,6 +199,28 @@ def mesh_of(param: Tensor) -> Any:
     if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
         return None
     return getattr(param, "device_mesh", None)
+
+
+def clone_in_place(tensor: Tensor) -> Tensor:
+    """Copy a tensor, and a DTensor with the placements it has, without a collective.
+
+    `clone()` of a DTensor of addends (`Partial`) adds them up over its mesh.
+    """
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return tensor.clone()
+    dtensor: Any = tensor
+    return cast(
+        "Tensor",
+        dtensor.from_local(
+            local_of(tensor).detach().clone(),
+            mesh,
+            dtensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        ),
+    )
 
 
 def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:

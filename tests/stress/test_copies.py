@@ -45,20 +45,7 @@ def test_every_layout_is_tried():
     assert tried | {"tp4_dp_zero2"} == set(COPIES)  # which needs eight ranks
 
 
-# synchronize() of DTensors whose copies are averaged ends with an aborted rank since gradients that
-# were dropped are looked for there: a defect of the step, to be mended.
-BROKEN = pytest.mark.xfail(
-    strict=True, reason="synchronize() with copies of DTensors aborts a rank"
-)
-
-
-def scenarios():
-    names = [*SCENARIOS, "expert_stacks"] if SOAK else TELLING
-    broken = "uneven_accumulation_sharded"
-    return [pytest.param(name, marks=BROKEN if name == broken else ()) for name in names]
-
-
-@pytest.mark.parametrize("scenario", scenarios())
+@pytest.mark.parametrize("scenario", [*SCENARIOS, "expert_stacks"] if SOAK else TELLING)
 def test_every_layout_is_exact_on_four_ranks(scenario):
     steps = 22 if SOAK else STEPS.get(scenario, 6)
     layouts = COPIES if SOAK else TELLING[scenario]

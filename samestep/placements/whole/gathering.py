@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import RankGroup
+from samestep.layout.boxes import mesh_of
 from samestep.placements.whole.awaited import mark, unmark
 from samestep.placements.whole.buffers import FlatParameters
 from samestep.placements.whole.held_tensors import HeldTensors
@@ -133,7 +133,7 @@ class ParametersInFlight:
             self.arrivals[param] = arrive
             # Whoever takes the part of a DTensor takes a view, which autograd keeps: the memory
             # that it shares with others must not be written any more.
-            whole = isinstance(param, DTensor)
+            whole = mesh_of(param) is not None
             mark(param, self.wait_for_all if whole else partial(self.wait_for, (param,)))
 
     def wait_for(self, params: Iterable[Tensor]) -> None:

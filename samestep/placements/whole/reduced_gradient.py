@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.layout.boxes import clone_in_place
+
 aten = torch.ops.aten
 
 
@@ -65,7 +67,7 @@ class ReducedGradient(Tensor):
             inside_backward = torch._C._current_graph_task_id() >= 0
             if inside_backward and func in (aten.add_.Tensor, aten.add.Tensor):
                 # Autograd adds to `.grad`: what it adds is all that there is here.
-                grad = args[1].clone()
+                grad = clone_in_place(args[1])
                 first._accumulates(grad)
                 if func is aten.add.Tensor:
                     return grad

@@ -25,6 +25,7 @@ from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Drops, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.pipelines import PipelineStages
+from samestep.layout.boxes import clone_in_place
 from samestep.placements.whole.buffers import FlatGradients, PackedGradients, gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, HeldTensors
 from samestep.placements.whole.launch_order import LaunchOrder
@@ -349,7 +350,8 @@ class GradientReducer:
         for index, counted in list(self._counted.items()):
             self._drop(index)
             if self._params[index].grad is counted and type(counted) is not ReducedGradient:
-                self._params[index].grad = counted.clone()  # it may lie where a sum will come
+                # It may lie where a sum will come.
+                self._params[index].grad = clone_in_place(counted)
 
     def drops(self) -> Drops:
         """What this rank has to say of them."""

@@ -1,17 +1,18 @@
-"""Which files of samestep a reader passes: on a gradient's way, and when a rank does not answer.
+"""Files, functions and lines that a reader passes: on a gradient's way, and when a rank is silent.
 
     PYTHONPATH=. python tests/journeys.py            # PYTHONPATH=ANOTHER/CHECKOUT: of that one
 
-Counted are the files of which a function runs on rank 0 of two: from backward to the end of the
-step, of a step after the first ones; and, of a step that rank 1 never comes to, those of `comm/`.
+Counted are the functions that run on rank 0 of two, their lines and their files: from backward to
+the end of the fifth step, in which nothing is planned and no model is looked at anew; and, of a
+step that rank 1 never comes to, those of `comm/`.
 """
 
 import os
 import sys
 import threading
 import time
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,28 +28,53 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "flat": {"sharding": "zero2", "buffers": "flat"},
     "FSDP2": {},
 }
-STEPS = 3  # after these plans and views are made
+STEPS = 4  # plans and views are made by then; models are looked at before the 1st, 2nd, 4th, 8th
+
+
+class Way(NamedTuple):
+    """Code that was passed: its files, its functions, and all lines of these functions."""
+
+    files: list[str]
+    functions: int
+    lines: int
+
+    def __str__(self) -> str:
+        counts = f"{len(self.files)} files, {self.functions} functions, {self.lines} lines"
+        return f"{counts}: {' '.join(self.files)}"
 
 
 class Passed:
-    """The files of which a function has run; threads that are started meanwhile count too."""
+    """The functions that have run; threads that are started meanwhile count too."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.codes: set[CodeType] = set()
 
     def __enter__(self) -> "Passed":
-        threading.setprofile(self._look)
-        sys.setprofile(self._look)
+        threading.setprofile(self.look)
+        sys.setprofile(self.look)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
-    def _look(self, frame: FrameType, event: str, _: object) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and path.startswith(ROOT):
-            self.files.add(path.removeprefix(ROOT))
+    def look(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            self.codes.add(frame.f_code)
+
+    def way(self, folder: str = "") -> Way:
+        """What was passed in a folder. A comprehension belongs to its function."""
+        codes = [(code.co_filename.removeprefix(ROOT), code) for code in self.codes]
+        codes = [(file, code) for file, code in codes if file.startswith(folder)]
+        functions = [code for _, code in codes if not code.co_name.startswith("<")]
+        lines = {(file, line) for file, code in codes for line in lines_of(code)}
+        return Way(sorted({file for file, _ in codes}), len(functions), len(lines))
+
+
+def lines_of(code: CodeType) -> range:
+    """From a function's decorators to its last line."""
+    last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+    return range(code.co_firstlineno, last + 1)
 
 
 def training(layout: str) -> tuple[nn.Module, Any]:
@@ -62,7 +88,7 @@ def training(layout: str) -> tuple[nn.Module, Any]:
     return model, samestep.MuonAdamW(model, lr=1e-3, **LAYOUTS[layout])
 
 
-def way_of_a_gradient(rank: int, layout: str) -> set[str]:
+def way_of_a_gradient(rank: int, layout: str) -> Way:
     model, opt = training(layout)
     for _ in range(STEPS):
         model(torch.randn(4, 16) + rank).square().sum().backward()
@@ -72,30 +98,30 @@ def way_of_a_gradient(rank: int, layout: str) -> set[str]:
     with Passed() as passed:
         loss.backward()
         opt.step()
-    return passed.files
+    return passed.way()
 
 
-def hang(rank: int) -> set[str]:
+def hang(rank: int) -> Way | None:
     passed = Passed()
-    threading.setprofile(passed._look)  # of watchers that construction starts
+    threading.setprofile(passed.look)  # of watchers that construction starts
     model, opt = training("zero2")
     model(torch.randn(4, 16)).square().sum().backward()
     if rank == 1:
         time.sleep(8)
-        return set()
+        return None
     with passed:
         try:
             opt.step()
         except Exception as error:
             sys.stdout.write(f"told of a hang: {error}\n")
-    return {path for path in passed.files if path.startswith(f"comm{os.sep}")}
+    return passed.way(f"comm{os.sep}")
 
 
 def main() -> None:
     found = {layout: run_forked(2, way_of_a_gradient, layout)[0] for layout in LAYOUTS}
     found["hang"] = run_forked(2, hang, timeout=60.0, collective_timeout=3.0)[0]
-    for journey, files in found.items():
-        sys.stdout.write(f"{journey}: {len(files)} files: {' '.join(sorted(files))}\n")
+    for journey, way in found.items():
+        sys.stdout.write(f"{journey}: {way}\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tests.large_pages import use_large_pages
 from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
 from tests.ranks import prepare
+from tests.rewritten import rewrite_once
 from tests.soak import SOAK
 
 torch.set_num_threads(1)
@@ -92,6 +93,8 @@ def pytest_sessionstart(session):
     session.in_checkout = in_checkout()
     if hasattr(session.config, "workerinput"):
         prepare()
+    elif session.config.getoption("numprocesses", None):
+        rewrite_once(session.config)
 
 
 def pytest_collection_finish(session):

@@ -17,7 +17,6 @@ import ast
 import copy
 import functools
 import gc
-import importlib
 import json
 import os
 import random
@@ -28,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 
@@ -344,9 +343,7 @@ def main(words: list[str] | None = None) -> int:
     else:
         mutants = sample(options.count, options.seed, options.packages)
     seconds = json.loads(options.seconds.read_text()) if options.seconds else {}
-    battery = Battery(
-        mutants, Reached(options.data), seconds, options.lanes, options.patience
-    )
+    battery = Battery(mutants, Reached(options.data), seconds, options.lanes, options.patience)
     pytest.main(
         [*options.tests, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:cov", "-s",
          "--continue-on-collection-errors"],

@@ -11,8 +11,6 @@ import ctypes
 import gc
 import io
 import pickle
-import sys
-import threading
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import samestep
 from samestep.placements.whole.awaited import ARRIVAL
-from samestep.placements.whole.gathering import ParametersInFlight, wait_for_anyone
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
 from tests.soak import SOAK
@@ -619,24 +616,3 @@ def test_one_process_waits_for_nothing():
     plain = Net()
     train(plain, build(plain), [ALL_LAYERS], "no_sync")
     assert same(values(model), values(plain))
-
-
-def test_optimizers_are_made_in_several_threads_at_once():
-    """One looks through all that have parameters in flight while another comes and goes."""
-    ended = threading.Event()
-
-    def come_and_go():
-        while not ended.is_set():
-            _ = [ParametersInFlight() for _ in range(20)]
-
-    other = threading.Thread(target=come_and_go)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    other.start()
-    try:
-        for _ in range(5000):
-            wait_for_anyone([])
-    finally:
-        ended.set()
-        other.join()
-        sys.setswitchinterval(interval)

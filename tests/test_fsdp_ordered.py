@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samestep
-from samestep.comm.diagnosis.recorder import FlightRecorder
+from samestep import FlightRecorder
 from samestep.fsdp import use_ordered_reduction
 from tests.gpu import needs_gpu
 from tests.ranks import run_cases, run_forked

@@ -13,7 +13,6 @@ from torch import nn
 
 import samestep
 from samestep.comm.presence import RankProblemError
-from samestep.placements.whole import reduction
 from samestep.placements.whole.reduced_gradient import ReducedGradient
 from tests.ranks import run_cases, run_forked, run_threaded
 from tests.soak import SOAK
@@ -213,35 +212,6 @@ def test_any_graphs_give_the_bits_of_one_process(run, mode, sharding, bucket_siz
     expected = single_process(all_cases, mode)
     for result in run_threaded(world, job):
         assert same(result, expected)
-
-
-def test_collectives_are_issued_in_one_order_though_hooks_are_not():
-    """Which buckets, and when, while ranks walk their layers in opposite directions."""
-
-    def job(rank):
-        issued = []
-        real = reduction.add_up
-        model = Net()
-        opt = build(model, overlap_grad_reduce=True)
-
-        def spy(transfer, *args, **kwargs):
-            issued.append(("backward" if in_backward else "step", transfer.name))
-            return real(transfer, *args, **kwargs)
-
-        reduction.add_up = spy
-        order = LAYERS if rank == 0 else LAYERS[::-1]
-        in_backward = True
-        loss_of(model, (torch.arange(6), order, 1)).backward()
-        in_backward = False
-        opt.step()
-        assert len(issued) == len(opt.shared_parameters[0].plan.buckets)
-        return issued
-
-    first, second = run_forked(2, job)
-    assert [name for _, name in first] == [name for _, name in second]
-    for issued in (first, second):
-        early = [name for when, name in issued if when == "backward"]
-        assert len(early) >= 4, "reductions did not start inside backward"
 
 
 def test_zero2_frees_gradients_inside_backward_and_zero1_keeps_them():

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.optimizer.step import StepRunner, Verdict
 from samestep.rules import RULES, AdamWRule, MuonRule, Update, register_rule
 
 COMMON = {"lr": 0.02, "master_weights": False}
@@ -541,27 +540,6 @@ def test_devices_mixed_in_one_group(rule):
     train(own, [alone], gradients)
     assert_same(snapshot(optimizer, here), snapshot(own, alone))
     assert {tensor.device.type for tensor in optimizer.state[there].values()} == {"meta"}
-
-
-def test_each_device_is_told_of_the_step_where_it_is(monkeypatch):
-    """A kernel reads the factor of clipping by its address, which another device cannot."""
-    params = [nn.Parameter(torch.ones(6, 4, device=device)) for device in ("cpu", "meta")]
-    optimizer = samestep.Muon(params, max_grad_norm=1.0)
-    verdict = Verdict(torch.tensor(0.5), torch.tensor(True))
-    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: setattr(self, "_verdict", verdict))
-    told = {}
-
-    def look(self, device, index, members):
-        told[device.type] = self._math(index, device)
-
-    monkeypatch.setattr(StepRunner, "_update_on", look)
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    assert list(told) == ["cpu", "meta"]
-    for kind, math in told.items():
-        read = [math.factor, math.only_if, *math.scalars.values()]
-        assert {tensor.device.type for tensor in read} == {kind}
 
 
 def test_a_graph_of_several_devices_is_refused(monkeypatch):

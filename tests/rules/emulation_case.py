@@ -8,7 +8,7 @@ from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling
 from samestep.rules.orthogonalize import step_coefficients
-from tests.kernels import quick_interpreter
+from tests.inside.kernels import quick_interpreter
 from tests.soak import SOAK
 
 if not SOAK:

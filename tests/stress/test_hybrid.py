@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.comm.diagnosis.recorder import FlightRecorder
+from samestep import FlightRecorder
 from samestep.stress.campaign import Campaign
 from samestep.stress.command import Session
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS, LAYOUTS_ON_REQUEST, Layout, register

@@ -23,10 +23,10 @@ from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
 from samestep.plan.schedule import line_of
-from tests.estimate.calls import settled
-from tests.estimate.test_hybrid import copied
-from tests.estimate.test_memory import storages
-from tests.estimate.test_parts import buffers_of
+from tests.inside.estimate.calls import settled
+from tests.inside.estimate.test_hybrid import copied
+from tests.inside.estimate.test_memory import storages
+from tests.inside.estimate.test_parts import buffers_of
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK

@@ -18,7 +18,7 @@ from samestep.stress.layouts import LAYOUTS
 from samestep.stress.sharded_training import new_training
 from samestep.update.lanes import Batch
 from tests.counting_group import CountingGroup
-from tests.estimate.layouts import SHAPES, Large, blueprint_of, some_on
+from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK

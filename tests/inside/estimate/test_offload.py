@@ -13,7 +13,7 @@ from samestep.estimate.timeline import simulate
 from samestep.layout.boxes import Cut
 from samestep.plan import windows
 from samestep.plan.schedule import Fetch, line_of, staging_bytes
-from tests.estimate.parts import foreseen, training
+from tests.inside.estimate.parts import foreseen, training
 from tests.ranks import run_forked
 from tests.test_offload import LAYOUTS, OPTIONS, WINDOW, Net, assert_same, build, train
 

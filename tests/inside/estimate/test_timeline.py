@@ -30,7 +30,7 @@ from samestep.plan.schedule import line_of
 from samestep.stress.models import GPT, Matrices
 from samestep.stress.sharded_training import new_training
 from tests.counting_group import counted
-from tests.estimate.layouts import AllPresent, blueprint_of, layouts_on
+from tests.inside.estimate.layouts import AllPresent, blueprint_of, layouts_on
 from tests.ranks import run_forked
 
 LINK = Link(latency=1e-3, bandwidth=1e6)

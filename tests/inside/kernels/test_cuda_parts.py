@@ -17,14 +17,14 @@ from tests.gpu import needs_gpu, no_host_wait
 pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
-    from tests.kernels.part_cases import (
+    from tests.inside.kernels.part_cases import (
         small_tiles,  # noqa: F401
         test_a_parameter_that_was_edited_counts_more_than_its_master,  # noqa: F401
         test_momentum_of_parts,  # noqa: F401
         test_regions_are_moved,  # noqa: F401
         test_step_of_parts,  # noqa: F401
     )
-    from tests.kernels.test_cuda import model
+    from tests.inside.kernels.test_cuda import model
 
 
 @pytest.fixture

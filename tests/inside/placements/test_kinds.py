@@ -31,7 +31,7 @@ from samestep.train.options import LAYOUTS as TRAIN_LAYOUTS
 from samestep.update.plain import Operand
 from tests.ranks import run_forked
 
-PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
 class KeptByFirst(Placement):

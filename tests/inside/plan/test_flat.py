@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from samestep.plan.flat import places, plan_flat
 from samestep.plan.sharding import ParamSpec
-from tests.plan.test_sharding import matrix, param_lists
+from tests.inside.plan.test_sharding import matrix, param_lists
 
 plans = st.builds(
     lambda params, ranks, size: plan_flat(params, ranks, bucket_elements=size),

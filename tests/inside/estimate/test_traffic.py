@@ -17,7 +17,7 @@ from samestep.layout.boxes import Cut
 from samestep.plan.schedule import line_of
 from samestep.stress.models import Matrices
 from samestep.stress.sharded_training import new_training
-from tests.estimate.layouts import (
+from tests.inside.estimate.layouts import (
     MUON,
     SHAPES,
     AllPresent,

@@ -10,7 +10,7 @@ from samestep.estimate.memory import rank_memory
 from samestep.estimate.timeline import simulate
 from samestep.update.lanes import Batch, dealt, temporary_bytes
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def receipt(name):

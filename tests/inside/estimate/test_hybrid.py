@@ -10,8 +10,8 @@ from samestep.estimate.memory import rank_memory
 from samestep.placements.parts.gradients import is_partial
 from samestep.plan.schedule import line_of
 from samestep.stress.sharded_training import new_training
-from tests.estimate.calls import Calls, settled
-from tests.estimate.hybrid import (
+from tests.inside.estimate.calls import Calls, settled
+from tests.inside.estimate.hybrid import (
     HYBRID,
     LAYOUTS,
     Factors,
@@ -21,7 +21,7 @@ from tests.estimate.hybrid import (
     foreseen,
     layouts_on,
 )
-from tests.estimate.test_memory import storages
+from tests.inside.estimate.test_memory import storages
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK

@@ -27,7 +27,7 @@ from samestep.rules.stored import (
     round_bf16,
     split_remainder,
 )
-from tests.kernels.cases import DEVICE, INTERPRETED, QUICK, gradients, number
+from tests.inside.kernels.cases import DEVICE, INTERPRETED, QUICK, gradients, number
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients
 from samestep.rules.state import MASTER
-from tests.kernels import quick_interpreter
+from tests.inside.kernels import quick_interpreter
 from tests.soak import SOAK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

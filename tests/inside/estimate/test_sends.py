@@ -19,7 +19,7 @@ from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
-from tests.estimate.test_activations import MOE, ROOM, SMALL, SP, recomputing
+from tests.inside.estimate.test_activations import MOE, ROOM, SMALL, SP, recomputing
 from tests.ranks import run_cases
 from tests.soak import SOAK
 

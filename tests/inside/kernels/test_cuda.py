@@ -19,7 +19,7 @@ pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
     from samestep.kernels.orthogonalize import orthogonalize_blocks
-    from tests.kernels.cases import *  # noqa: F403
+    from tests.inside.kernels.cases import *  # noqa: F403
 
 
 def model(width=128, layers=3, dtype=torch.float32):

@@ -12,8 +12,8 @@ from tests.gpu import needs_gpu
 pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
-    from tests.kernels.small_cases import *  # noqa: F403
-    from tests.kernels.small_cases import hard_values
+    from tests.inside.kernels.small_cases import *  # noqa: F403
+    from tests.inside.kernels.small_cases import hard_values
 
 
 @pytest.mark.parametrize("signed", [True, False])

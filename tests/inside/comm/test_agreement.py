@@ -15,7 +15,7 @@ from samestep.comm.integrity.agreement import (
     require_same_lines,
 )
 from samestep.comm.integrity.checksum import checksum
-from tests.comm.test_collectives import whole_group
+from tests.inside.comm.test_collectives import whole_group
 from tests.ranks import run_forked, run_threaded
 
 CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ from samestep.layout.boxes import local_of
 from samestep.placements.parts.kernel_stages import KernelStages
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
-from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random
+from tests.inside.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random
 from tests.ranks import run_forked
 
 MUON = MuonRule()

@@ -41,7 +41,7 @@ SCRIPTS = sorted(
 )
 RUN_ELSEWHERE = {
     "muon_schedules": "tests.bench.test_muon_schedules",
-    "scaling": "tests.bench.test_scaling",
+    "scaling": "tests.inside.planning.test_scaling",
     "two_hosts": "tests.mesh.test_two_hosts",
     "two_levels": "tests.bench.test_two_levels",
 }

@@ -94,13 +94,60 @@ def test_a_spelling_of_another_library_names_the_right_one(key: str, right: str)
 
 
 @pytest.mark.parametrize(
-    ("key", "right"), [("muon_lr", "matrix_lr="), ("adam_lr", "lr= beside matrix_lr=")]
+    ("key", "right"),
+    [
+        ("muon_lr", "matrix_lr="),
+        ("adam_lr", "lr= beside matrix_lr="),
+        ("adamw_lr", "lr= beside matrix_lr="),
+    ],
 )
 def test_rates_of_rules_are_told_of_rates_of_roles(key: str, right: str):
-    with pytest.raises(TypeError, match=rf"'{key}' is DeepSpeed's spelling.*write {right}"):
+    with pytest.raises(TypeError, match=rf"'{key}' is \w+'s spelling.*write {right}"):
         samestep.MuonAdamW(nn.Linear(3, 3), **{key: 0.5})
-    with pytest.raises(TypeError, match=r"did you mean 'embedding_lr'"):
-        samestep.MuonAdamW(nn.Linear(3, 3), embed_lr=0.5)
+
+
+MEANT = {
+    "embed_lr": "embedding_lr", "wte_lr": "embedding_lr", "lr_embedding": "embedding_lr",
+    "head_lr": "unembedding_lr", "lm_head_lr": "unembedding_lr",
+    "head_learning_rate": "unembedding_lr", "norm_lr": "scalar_lr", "bias_lr": "scalar_lr",
+    "hidden_lr": "matrix_lr", "matrices_lr": "matrix_lr", "muon_wd": "matrix_decay",
+    "norm_weight_decay": "scalar_decay", "adamw_weight_decay": "weight_decay",
+    "no_weight_decay": "no_decay", "adam_betas": "betas", "muon_momentum": "momentum",
+    "grad_clip": "max_grad_norm", "clip_grad_norm": "max_grad_norm", "max_norm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm", "zero_stage": "sharding", "group": "groups",
+    "state_dtype": "state_dtypes", "overlap": "overlap_grad_reduce", "nesterovv": "nesterov",
+    "cpu_offload": "offload", "graph": "cuda_graph", "newton_schulz_steps": "ns_steps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "right"), MEANT.items())
+def test_an_unknown_keyword_is_told_of_the_one_that_is_meant(key: str, right: str):
+    with pytest.raises(TypeError) as caught:
+        samestep.MuonAdamW(nn.Linear(3, 3), **{key: 0.5})
+    assert str(caught.value) == f"unexpected keyword {key!r}; did you mean {right!r}?"
+
+
+@pytest.mark.parametrize("key", ["warmup", "mixed_precision", "world_size", "lars_trust"])
+def test_no_keyword_is_suggested_for_what_is_like_none(key: str):
+    with pytest.raises(TypeError) as caught:
+        samestep.MuonAdamW(nn.Linear(3, 3), **{key: 0.5})
+    assert str(caught.value) == f"unexpected keyword {key!r}"
+
+
+def test_rates_of_parameters_without_a_keyword_are_told_of_groups():
+    alone = r"is 'lr' in a parameter group of their own"
+    with pytest.raises(TypeError, match=alone + r', or overrides=\{"\*router\*": \{"lr": ...\}\}$'):
+        samestep.MuonAdamW(nn.Linear(3, 3), router_lr=0.5)
+    for kind, own in ((samestep.Muon, "muon_wd"), (samestep.AdamW, "adam_decay")):
+        for key in ("norm_lr", "head_lr", "router_lr"):  # they have no roles
+            with pytest.raises(TypeError, match=alone + "$"):
+                kind([nn.Parameter(torch.ones(3, 3))], **{key: 0.5})
+        with pytest.raises(TypeError, match="did you mean 'weight_decay'"):
+            kind([nn.Parameter(torch.ones(3, 3))], **{own: 0.5})
+    with pytest.raises(TypeError, match=r'groups \[\{"params": \[...\], "rule": "muon"\}, ...\]'):
+        samestep.MuonAdamW(nn.Linear(3, 3), muon_params=[])
+    with pytest.raises(TypeError, match="did you mean 'state_dtypes'"):
+        samestep.AdamW(nn.Linear(3, 3), state_dtype="8bit")  # which it spells out itself
 
 
 def test_groups_of_another_library_without_a_rule_are_told_of_theirs():

@@ -59,7 +59,7 @@ PEERS = {
         '"variance_beta2" on rule "muon", and "betas": (beta1, beta2) on rule "adamw"',
     ),
     "wd": Peer("Moonlight's", '"weight_decay"'),
-    "adamw_lr": Peer("Moonlight's", '"lr" of a group with "rule": "adamw"'),
+    "adamw_lr": Peer("Moonlight's", _OF_ROLE.format("lr= beside matrix_lr=", "adamw")),
     "adamw_wd": Peer("Moonlight's", '"weight_decay" of a group with "rule": "adamw"'),
     "adamw_betas": Peer("Moonlight's", '"betas" of a group with "rule": "adamw"'),
     "adamw_eps": Peer("Moonlight's", '"eps" of a group with "rule": "adamw"'),

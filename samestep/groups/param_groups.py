@@ -1,6 +1,5 @@
 """Parameter groups: completed and checked."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -18,6 +17,7 @@ from samestep.groups.group_keys import (
     likely_option,
     said_here,
 )
+from samestep.groups.hints import hint
 from samestep.layout.blocks import Block, blocks_of
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.rules import RULES, checks
@@ -44,7 +44,6 @@ OF_GROUPS: Mapping[str, checks.Check] = {
     "divisor": checks.optional(checks.positive),
     **dict.fromkeys(WAYS_OF_TORCH.keys() - {"fused"}, checks.boolean_or_none),
 }
-ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups", "no_decay")
 
 
 class ParamGroup(dict[str, Any]):
@@ -245,9 +244,7 @@ def unknown_option(name: str, known: Iterable[str]) -> TypeError:
     told = said_here(name)
     if told is not None:
         return TypeError(f"unexpected keyword: {told}")
-    close = difflib.get_close_matches(name, [*known, *ALWAYS_KNOWN], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return TypeError(f"unexpected keyword {name!r}{hint}")
+    return TypeError(f"unexpected keyword {name!r}{hint(name, list(known))}")
 
 
 def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:

@@ -1,6 +1,7 @@
 """The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -275,7 +276,7 @@ class MuonAdamW(RuleOptimizer):
             "no_decay": no_decay,
         }  # fmt: skip
         checks.every(TAKEN, own if lr is None else {**own, "lr": lr})
-        steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
+        steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions, MuonAdamW)
         model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
         by_role: dict[str, Group] = {}
@@ -378,7 +379,7 @@ class Muon(RuleOptimizer):
         params = _listed(params)
         own = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
         checks.every(TAKEN, own)
-        steps, distribution, rest = _sorted_out(params, options, MuonOptions)
+        steps, distribution, rest = _sorted_out(params, options, MuonOptions, Muon)
         given = {**own, **rest}
         super().__init__(
             params,
@@ -428,7 +429,7 @@ class AdamW(RuleOptimizer):
         }  # fmt: skip
         checks.every(TAKEN, {**given, "no_decay": no_decay})
         given = own_spelling(given)
-        steps, distribution, _ = _sorted_out(params, options, CommonOptions)
+        steps, distribution, _ = _sorted_out(params, options, CommonOptions, AdamW)
         model = params if isinstance(params, nn.Module) else None
         if still := _roles(no_decay):
             _, named = _with_names(params)
@@ -498,13 +499,17 @@ def _listed(params: Params) -> Params:
 
 
 def _sorted_out(
-    params: Params, given: Mapping[str, Any], known: type
+    params: Params, given: Mapping[str, Any], known: type, of: type
 ) -> tuple[StepOptions, Distribution, Group]:
-    """Keywords by what they concern: steps, ranks, and the rest, which is the rules'."""
+    """Keywords by what they concern: steps, ranks, and the rest, which is the rules'.
+
+    `known`: the keywords that `of`, an optimizer, takes beside those it spells out.
+    """
     given = without_ways_of_torch(given, fused="fused" in known.__annotations__)
     for name in given:
         if name not in known.__annotations__:
-            raise unknown_option(name, known.__annotations__)
+            spelled_out = signature(of).parameters.keys() - {"params", "options"}
+            raise unknown_option(name, {**known.__annotations__, **dict.fromkeys(spelled_out)})
     checks.every(TAKEN, given)
     options = own_spelling(given)
     of_steps = {key: options.pop(key) for key in StepOptions.__annotations__ if key in options}

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.comm.events import has_passed, recorded_event
+from samestep.groups.gradient_writes import Look, look
 from samestep.groups.param_groups import members, parameter_names
 from samestep.groups.pipelines import PipelineStages
 from samestep.rules.state import needs_master
@@ -247,7 +248,7 @@ class GradientEdits:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = list(params)
-        self._seen: dict[int, tuple[int, int]] = {}  # address and version
+        self._seen: dict[int, Look] = {}
         self._steps_left = EDITS_LOOKED_FOR
         watch = weakref.ref(self)  # hooks must not keep a dropped optimizer
 
@@ -256,7 +257,7 @@ class GradientEdits:
                 alive = watch()
                 grad = param.grad
                 if alive is not None and grad is not None and grad.layout == torch.strided:
-                    alive._seen[index] = (grad.data_ptr(), grad._version)
+                    alive._seen[index] = look(grad, values=True)
 
             return arrived
 
@@ -294,7 +295,7 @@ class GradientEdits:
 
     def _edited(self) -> bool:
         """Whether somebody has edited all of them, beyond what schedules of pipelines do."""
-        times = {index: self._writes(index, *seen) for index, seen in self._seen.items()}
+        times = {index: self._writes(index, seen) for index, seen in self._seen.items()}
         if not all(times.values()):
             return False
         known = PipelineStages(self._params).edits()
@@ -306,14 +307,12 @@ class GradientEdits:
                 times[index] = max(0, times[index] - expected)
         return bool(times) and all(times.values())
 
-    def _writes(self, index: int, address: int, version: int) -> int:
+    def _writes(self, index: int, seen: Look) -> int:
         """How often a gradient was written to since backward was done with it."""
         grad = self._params[index].grad
         if grad is None or grad.layout != torch.strided:
             return 0
-        if Tensor.data_ptr(grad) != address:  # not grad's own: one that was reduced would refuse
-            return 0
-        return grad._version - version
+        return seen.writes(grad) or 0  # not if it is another, or was reduced
 
 
 def warn_of_reductions_in_step() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.layout.boxes import clone_in_place
+from samestep.layout.boxes import clone_in_place, mesh_of
 
 aten = torch.ops.aten
 
@@ -103,6 +103,13 @@ class ReducedGradient(Tensor):
     __dlpack__ = _refuse("__dlpack__")
     __array__ = _refuse("__array__")
     del _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        """What a DTensor alone has (`to_local`, `full_tensor`, ...) asks for its values."""
+        param = self.__dict__["_param"]()
+        if mesh_of(param) is not None and hasattr(param, name):
+            raise self._error(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReducedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -24,6 +24,8 @@ from samestep.comm.collectives import Pending, add_up, gather_segments
 from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Drops, Problem
 from samestep.groups.distribution import Distribution
+from samestep.groups.gradient_writes import Look, look
+from samestep.groups.mistakes import EDITS_LOOKED_FOR
 from samestep.groups.pipelines import PipelineStages
 from samestep.layout.boxes import clone_in_place
 from samestep.placements.whole.buffers import FlatGradients, PackedGradients, gradient_dtype
@@ -89,10 +91,12 @@ class GradientReducer:
         self._policy = policy
         self._transfers = transfers
         self._divisor = policy.ranks * policy.outer if divisor is None else divisor
-        self._frees = distribution.frees_gradients
+        # Where sums take the place of gradients, nobody shall take them for gradients.
+        self._gives_back = distribution.frees_gradients or flat
         if flat:
+            keep = not distribution.frees_gradients
             self._gradients: PackedGradients = FlatGradients(
-                held, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
+                held, plan, distribution.reduce_dtype, rank=group.rank, keep=keep
             )
         else:
             self._gradients = PackedGradients(held, plan, distribution.reduce_dtype)
@@ -115,6 +119,7 @@ class GradientReducer:
         self._divided: set[int] = set()  # buckets on their way that were divided first
         self._hooked: set[int] = set()
         self._unannounced: set[Tensor] | None = None  # see `unannounced`
+        self._steps = 0
         self.paused = False
         self.is_looked_at = False  # what `take` gives is taken once more
         self.problem: Problem | None = None
@@ -132,7 +137,7 @@ class GradientReducer:
     def _begin_round(self) -> None:
         self.launched = 0  # buckets
         self._order.restart()
-        self._taken: dict[int, tuple[int, int] | None] = {}  # gradients packed in this round
+        self._taken: dict[int, Look | None] = {}  # gradients packed in this round
         self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
         self._ended = False  # no gradient comes any more
         self._again: set[int] | None = None  # in a round after a drop: the only ones that travel
@@ -299,9 +304,9 @@ class GradientReducer:
         """A gradient is all sent, or there was none."""
         if self._travels(index):
             self.here[index] = True
-            if self._frees and self.problem is None:  # or only zeros were sent
+            if self._gives_back and self.problem is None:  # or only zeros were sent
                 self._give_back(index)
-        self._taken[index] = self._seen(index)
+        self._taken[index] = self._look(index)
 
     def _give_back(self, index: int) -> None:
         """Nobody keeps a gradient that was sent; inside a step nobody looks for it either."""
@@ -395,10 +400,11 @@ class GradientReducer:
                 return self._name(index)
         return None
 
-    def _seen(self, index: int) -> tuple[int, int] | None:
-        """Where a gradient lies, and how often it was written to."""
-        grad = self._held.gradient(index)
-        return None if grad is None else (grad.data_ptr(), grad._version)
+    def _look(self, index: int) -> Look | None:
+        """Where a gradient lies, and what tells whether it is written to."""
+        if not self._held.has_gradient(index):
+            return None
+        return look(self._gradient_of(index), values=self._steps < EDITS_LOOKED_FOR)
 
     def _packed(self, number: int) -> Tensor:
         buffer = self._gradients.packed(number, without=self._without())
@@ -469,7 +475,9 @@ class GradientReducer:
                 )
                 return Problem(RuntimeError(message), index)
         for index, taken in self._taken.items():
-            if index not in self._counted or self._seen(index) == taken:
+            if index not in self._counted or taken is None:
+                continue
+            if taken.writes(self._gradient_of(index)) == 0:
                 continue
             found = self._held.gradient(index)
             if found is not None and not found.any():  # zeroed, as by the model's zero_grad()
@@ -594,6 +602,7 @@ class GradientReducer:
     def finish_step(self) -> None:
         """The step has taken everything: start afresh."""
         self._order.stepped()
+        self._steps += 1
         self.begin_step()
 
     def begin_step(self) -> None:

@@ -158,7 +158,7 @@ class ReplicatedParameters(Placement):
         self._presence = PresenceAgreement(self._names, self._groups, self.device, copied)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
-        if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
+        if distribution.grads == "local" and not distribution.overlap_grad_reduce:
             self._edits = GradientEdits(self.params)
         # By bucket: the pieces that this rank owns, and where they lie in its segment.
         self._owned = [bucket.owned(self.places.rank).places() for bucket in self.plan.buckets]

@@ -1,0 +1,55 @@
+"""Whether somebody has written into a gradient since it was looked at.
+
+torch counts writes per tensor, but not all: a write to a DTensor counts on the DTensor or on what
+this rank holds of it, and one by a foreach function (of which `clip_grad_norm_` is one) on the CPU
+on neither; nor does a write through `.data` or to a detached DTensor. So values are looked at too,
+where that waits for no GPU.
+"""
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Look(NamedTuple):
+    """Where a gradient lay, how often it had been written to, and a digest of its values."""
+
+    address: int
+    written: int
+    digest: bytes | None
+
+    def writes(self, grad: Tensor) -> int | None:
+        """How often it was written to since, at least; None: it is not the same memory."""
+        held = _held(grad)
+        if Tensor.data_ptr(held) != self.address:
+            return None
+        digest = None if self.digest is None else _digest(held)
+        return max(_count(grad, held) - self.written, int(digest != self.digest))
+
+
+@torch.no_grad()
+def look(grad: Tensor, *, values: bool) -> Look:
+    """Look at a gradient that has memory; on a CPU also at the values of a DTensor, or if asked."""
+    held = _held(grad)
+    is_looked_at = (values or held is not grad) and held.device.type == "cpu"
+    return Look(Tensor.data_ptr(held), _count(grad, held), _digest(held) if is_looked_at else None)
+
+
+def _held(grad: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, which has no public name that is no part of autograd."""
+    held: Tensor = getattr(grad, "_local_tensor", grad)
+    return held
+
+
+def _count(grad: Tensor, held: Tensor) -> int:
+    return grad._version if held is grad else grad._version + held._version
+
+
+@torch.no_grad()
+def _digest(values: Tensor) -> bytes:
+    """Sum and norm in float64, to the bit: no change of scale or sign leaves both as they are."""
+    total = values.sum(dtype=torch.float64)
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return struct.pack("dd", total, norm)

@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.collectives import gather_segments
+from samestep.comm.exchange import launch_gather
 from samestep.comm.groups import RankGroup, registry
 from samestep.comm.presence import CopiedHere
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 from samestep.plan.copied import copied_along, line_of
+from samestep.plan.exchanges import Exchange
+from samestep.plan.layouts import by_box, copies, whole
 
 _WAY_OUT = (
     "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
@@ -165,13 +167,16 @@ def whole_tensor(
     """
     group = mesh_group(tensor.device_mesh)
     boxes = (known or held(tensor, group)).boxes
-    local = tensor.to_local().to(device or tensor.device).contiguous().view(-1)
-    sizes = [box.numel for box in boxes]
-    parts = gather_segments("gather of a DTensor", local, sizes, group).wait()
-    whole = local.new_empty(tensor.shape)
-    for box, part in zip(boxes, parts, strict=True):
-        whole[box.slices] = part.view(box.sizes)
-    return whole
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+    if not result.numel():
+        return result
+    everything = whole(result.shape)
+    source, target = by_box(enumerate(boxes)), (copies(everything, range(group.size)),)
+    key = 0, ""
+    exchange = Exchange("gather of a DTensor", {key: source}, {key: target}, group.size)
+    local = {key: {boxes[group.rank]: tensor.to_local().detach()}}
+    launch_gather(exchange, local, {key: {everything: result}}, group, result)()
+    return result
 
 
 def _cut(placement: object) -> Cut:

@@ -26,7 +26,7 @@ from samestep.estimate.walks import (
 )
 from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
-from samestep.placements.whole.piece_state import StateLayout
+from samestep.placements.whole.piece_state import StatePacking
 from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import MASTERS, needs_master, whole_shapes
@@ -120,8 +120,8 @@ def _whole_parameters(sharing: Sharing) -> int:
 def _shared_state(
     sharing: Sharing, place: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    layout = StateLayout(sharing.plan, place, list(map(dict, groups)))
-    for spec, sizes in zip(sharing.specs, layout.sizes, strict=True):
+    packing = StatePacking(sharing.plan, place, list(map(dict, groups)))
+    for spec, sizes in zip(sharing.specs, packing.sizes, strict=True):
         for key, size in sizes.items():
             yield key, size * spec.stored[key].dtype.itemsize
 

@@ -19,7 +19,7 @@ from samestep.comm.messages import gather_everywhere
 from samestep.mesh.build import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
-from samestep.placements.whole.piece_state import PiecesDisagreeError
+from samestep.placements.state_store import PartsDisagreeError
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, Layout
 from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 from samestep.stress.sharded_training import new_training
@@ -33,7 +33,7 @@ CHECKS_BY_ERROR: dict[type[Exception], str] = {
     ReplicasDifferError: "replicas",
     ReplicateListError: "contract",
     DuplicateGroupError: "contract",
-    PiecesDisagreeError: "state",
+    PartsDisagreeError: "state",
     RanksDisagreeError: "plan",
 }
 

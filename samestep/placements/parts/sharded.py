@@ -22,7 +22,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.blocks import Shape
-from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of, whole_box
+from samestep.layout.boxes import Box, HeldBox, HeldState, local_of, mesh_of
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
@@ -33,9 +33,11 @@ from samestep.placements.parts.held_parts import (
     refuse_unstaged,
 )
 from samestep.placements.placement import Placement, PlanMembers
+from samestep.placements.state_store import StateStore, boxes_of_ranks
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.placements.windows import Home, Unit, WindowPart, home_of
+from samestep.plan.layouts import Key, whole
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
 from samestep.rules.state import State, Stored, whole_shapes
@@ -144,9 +146,22 @@ class ShardedParameters(Placement):
             made[param] = {
                 key: self._zeros(param, shapes[key], how, home) for key, how in spec.stored.items()
             }
+        self._store = self._store_of(made)
         self.refresh_masters(made)
         self.exchange.prepare()
         return made
+
+    def _store_of(self, state: Mapping[Tensor, State]) -> StateStore:
+        """State of a parameter's shape is where its boxes are, and all other on every rank."""
+        boxes: dict[Key, Sequence[Box]] = {}
+        shapes: dict[Key, Shape] = {}
+        for index, param in enumerate(self.params):
+            for key, tensor in state[param].items():
+                shapes[index, key] = tuple(tensor.shape)
+                boxes[index, key] = [whole(tensor.shape)] * self.group.size
+                if isinstance(tensor, DTensor):
+                    boxes[index, key] = self._held[index].divided(self._per(index, key)).boxes
+        return StateStore("gather of the state", shapes, boxes_of_ranks(boxes), self.group)
 
     def _zeros(self, param: DTensor, shape: Shape, how: Stored, home: Home) -> Tensor:
         if how.per is None:
@@ -159,30 +174,33 @@ class ShardedParameters(Placement):
     ) -> Callable[[], dict[Tensor, State]]:
         """All state as one process has it."""
         wanted = range(len(self.params)) if only is None else [self._index(p) for p in only]
-        return lambda: {
-            self.params[i]: {
-                key: self._whole(i, tensor, self._per(i, key))
-                for key, tensor in state[self.params[i]].items()
-            }
-            for i in wanted
+        tensors: dict[Key, Tensor] = {
+            (index, key): local_of(tensor)
+            for index in wanted
+            for key, tensor in state[self.params[index]].items()
         }
+
+        def gather() -> dict[Tensor, State]:
+            found: dict[Tensor, State] = {self.params[index]: {} for index in wanted}
+            for (index, key), tensor in self._store.gather(tensors, self.device).items():
+                found[self.params[index]][key] = tensor
+            return found
+
+        return gather
 
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """The local part of what is sharded as the parameter is; all else is on every rank."""
         for index, param in enumerate(self.params):
             for key, tensor in state[param].items():
-                box = whole_box(tensor)
-                if isinstance(tensor, DTensor):
-                    own = self._held[index].boxes[self.group.rank].divided(self._per(index, key))
-                    box = HeldBox(own, tensor.to_local())
+                (part,) = self._store.parts((index, key))
+                box = HeldBox(part.box, local_of(tensor))
                 yield HeldState(param, key, tuple(tensor.shape), [box])
 
     def put_state(
         self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """Take this rank's part of a parameter's state out of the whole."""
-        index = self._index(param)
-        self._put_part(index, state[param][key], whole[key], self._per(index, key))
+        self._store.take((self._index(param), key), state[param][key], whole[key])
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
         local_of(into).copy_(local_of(param))
@@ -193,11 +211,13 @@ class ShardedParameters(Placement):
 
     def whole_value(self, param: Tensor) -> Tensor:
         """All of a parameter; collective."""
-        return self._whole(self._index(param), param.detach())
+        index = self._index(param)
+        return self._whole(index, self.params[index])
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
         """Take this rank's part of a parameter out of the whole."""
-        self._put_part(self._index(param), param, whole)
+        box = self._held[self._index(param)].boxes[self.group.rank]
+        local_of(param).copy_(whole[box.slices])
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Of what this rank holds, whatever is cut; nothing travels."""
@@ -224,17 +244,9 @@ class ShardedParameters(Placement):
         part = whole[self._held[index].boxes[self.group.rank].slices]
         param.grad = placed_beside(self.params[index], part.to(param.dtype).clone())
 
-    def _put_part(self, index: int, tensor: Tensor, whole: Tensor, per: int = 1) -> None:
-        """Write this rank's part into a tensor that is sharded as a parameter is."""
-        if isinstance(tensor, DTensor):
-            whole = whole[self._held[index].boxes[self.group.rank].divided(per).slices]
-        local_of(tensor).copy_(whole)
-
-    def _whole(self, index: int, tensor: Tensor, per: int = 1) -> Tensor:
+    def _whole(self, index: int, tensor: DTensor) -> Tensor:
         """All of a tensor that is sharded as a parameter is; collective."""
-        if not isinstance(tensor, DTensor):
-            return tensor.to(self.device, copy=True)
-        return whole_tensor(tensor, self._held[index].divided(per), self.device)
+        return whole_tensor(tensor, self._held[index], self.device)
 
     # --- the step ------------------------------------------------------------------------
 

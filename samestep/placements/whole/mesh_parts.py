@@ -27,6 +27,7 @@ from samestep.comm.meshes import (
 )
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
+from samestep.layout.boxes import Shape
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.held_parts import (
     HeldParts,
@@ -34,8 +35,10 @@ from samestep.placements.parts.held_parts import (
     refuse_cut_scales,
     refuse_unstaged,
 )
+from samestep.placements.state_store import StateStore, boxes_of_ranks
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.plan.block_exchange import ShardedSpec
+from samestep.plan.layouts import Key
 from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import State, Whereabouts, whereabouts
@@ -170,6 +173,19 @@ class MeshParts:
         return torch.zeros_like(local) if others else local
 
     # --- whole values --------------------------------------------------------------------
+
+    def store(self, tensors: Mapping[Key, tuple[Shape, int]]) -> StateStore:
+        """State that is laid out as what ranks of the mesh hold of parameters.
+
+        tensors: by (index of the parameter, key) the shape of all of it, and of how many elements
+            of the parameter, along its last dim, it has one.
+        """
+        boxes = {
+            (index, key): self._held[index].divided(per).boxes
+            for (index, key), (_, per) in tensors.items()
+        }
+        shapes = {key: shape for key, (shape, _) in tensors.items()}
+        return StateStore("gather of the state", shapes, boxes_of_ranks(boxes), self.group)
 
     def part(self, index: int, whole: Tensor, per: int = 1) -> Tensor:
         """What this rank holds of a whole tensor, or of a DTensor however it is placed.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.groups.param_groups import Group, rule_of
 from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.placements.whole.piece_state import StateLayout, piece_shape
+from samestep.placements.whole.piece_state import StatePacking, piece_shape
 from samestep.placements.windows import Unit, WindowPart, Windows
 from samestep.plan.schedule import WindowId
 from samestep.plan.sharding import Piece, ShardingPlan
@@ -52,7 +52,7 @@ class PieceViews:
 
     held: HeldTensors
     plan: ShardingPlan
-    layout: StateLayout
+    packing: StatePacking
     groups: Sequence[Group]
     mesh: "MeshParts | None"
     state: Mapping[Tensor, State] = field(init=False)
@@ -121,7 +121,7 @@ class PieceViews:
                 address,
                 tuple(state.values()),
                 self.held.read(piece).view(piece_shape(piece)),
-                self.layout.views(piece, state),
+                self.packing.views(piece, state),
                 self._whereabouts(piece),
                 [],
             )

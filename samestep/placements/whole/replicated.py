@@ -239,7 +239,7 @@ class ReplicatedParameters(Placement):
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
         self._pieces = PieceState(self.plan, self.params, self.places, groups, self.mesh)
-        self._views = PieceViews(self.held, self.plan, self._pieces.layout, groups, self.mesh)
+        self._views = PieceViews(self.held, self.plan, self._pieces.packing, groups, self.mesh)
         state = self._pieces.zeros(home_of(self.device, self.distribution.offload))
         self.refresh_masters(state)
         if self.mesh is not None:
@@ -315,7 +315,7 @@ class ReplicatedParameters(Placement):
         local = self._pieces.local_masters(state, index, self.device)
         scale(self.held.value(index), local, factor)
         for key in local:
-            self._pieces.put_local(state, index, key, local)
+            self._pieces.put_local(state, index, key, local[key])
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""

@@ -61,6 +61,10 @@ def pytest_configure(config):
     """A test that hangs is ended, later on a slow machine."""
     if config.getoption("timeout", None) is None:
         config.option.timeout = limits.TEST
+    if SOAK or os.environ.get("SAMESTEP_COMPARE_PLANS"):
+        from tests.inside.plan.compared import watch_plans
+
+        watch_plans()
 
 
 def pytest_report_header(config):

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from samestep.checkpoint import folder
 from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
-from samestep.checkpoint.kept_otherwise import Adapted, adapted
 from samestep.checkpoint.logical import (
     Remainders,
     Tensors,
@@ -23,6 +22,7 @@ from samestep.checkpoint.logical import (
 )
 from samestep.checkpoint.ranks import all_ranks
 from samestep.checkpoint.saving import finish_background
+from samestep.checkpoint.state_conversion import ReadPlan, plan_reads
 from samestep.checkpoint.storage import CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.fused_rows import whole_name
@@ -68,18 +68,18 @@ def load(
     ranks = all_ranks(f"load of {path}")
     here = Here(ranks.rank, ranks.size, [] if optimizer is None else optimizer.layout_lines())
 
-    def look() -> tuple[tuple[Stored, Adapted], bool]:
+    def look() -> tuple[tuple[Stored, ReadPlan], bool]:
         stored = open_checkpoint(folder.find(Path(path)), here)
         if isinstance(stored, TorchFiles) and stored.refusal and optimizer is not None:
             raise stored.refusal
         remainders: Remainders = {}
         tensors = tensors_of(model, optimizer, remainders)
         whole = not isinstance(stored, LocalFiles)
-        adapted_to = adapted(tensors, remainders, stored.tensors, optimizer, whole=whole)
-        more = surplus(adapted_to.tensors, stored.tensors, adapted_to.optional)
-        return (stored, adapted_to), bool(more)
+        reads = plan_reads(tensors, remainders, stored.tensors, optimizer, whole=whole)
+        more = surplus(reads.tensors, stored.tensors, reads.optional)
+        return (stored, reads), bool(more)
 
-    (stored, (tensors, optional, again, finish, formats)), more = ranks.agreed(look)
+    (stored, (tensors, optional, second, conversions, formats)), more = ranks.agreed(look)
     # A pipeline stage has a part of the model: what others have is no surplus.
     of_ranks = ranks.all_of(frozenset(tensors) | optional) if any(more) else []
 
@@ -99,10 +99,10 @@ def load(
 
     def read() -> None:
         read_into(chosen, stored)
-        for others, put in again:
+        for others, put in second:
             read_into(others, stored, put)
-        for write in finish:
-            write()
+        for convert in conversions:
+            convert()
 
     ranks.everywhere(read)
     if optimizer is not None:

@@ -125,16 +125,16 @@ class Exchange:
     def gathered(self) -> Sequence[Sequence[Hop]]:
         """By rank what it gives to all others, of a gather; its target is itself.
 
-        A box of which several ranks have copies is given by one of them, in turn. A box that all
+        Of several ranks with copies the one that gives least so far gives a box. A box that all
         ranks have is given by nobody.
         """
         found: list[list[Hop]] = [[] for _ in range(self.ranks)]
-        turn = 0
+        given = [0] * self.ranks
         for key in self.target:
             for needed, held, box in self._overlaps(key):
                 if len(held.sources) < self.ranks:
-                    (sender,) = held.sources[turn % len(held.sources)]
-                    turn += len(held.sources) > 1
+                    sender = min((rank for (rank,) in held.sources), key=given.__getitem__)
+                    given[sender] += box.numel
                     found[sender].append(Hop(key, box, sender, sender, held.box, needed.box))
         return found
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import samestep
-from samestep.checkpoint import kept_otherwise
+from samestep.checkpoint import state_conversion
 from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
 from samestep.optimizer import saved_state, step
@@ -207,7 +207,7 @@ def random_bits_of_the_place_on_a_rank(original: Any, self: Whereabouts) -> Any:
     return original(self)._replace(offset=0, strides=here.stride())
 
 
-@mutant("layouts", "small_state_remainder", steps=6, replaces=(kept_otherwise, "_rest"))
+@mutant("layouts", "small_state_remainder", steps=6, replaces=(state_conversion, "_rest"))
 def remainders_lost_at_load(original: Any, remainder: Any) -> Any:
     """a checkpoint is loaded without what master copies have beyond their parameters"""
     return remainder.rest.zero_

@@ -1,9 +1,9 @@
-"""Loading state that a checkpoint keeps in another way than the optimizer here.
+"""Converts optimizer state while a checkpoint is loaded, where its format differs from this one's.
 
-What differs is read into tensors of its own first: numbers of 32 bits, or codes and their scales.
-Once everything is read it is written into the state, in the format that this has. Master copies are
-in a checkpoint whole, also where only a remainder of them is kept. A 32-bit parameter is the master
-copy of a 16-bit one, and the other way round.
+State in another format (8 bits, 32 bits, blocks of another size) is read into tensors of its own
+first. Once everything was read, it is converted and written into the optimizer's state. A
+checkpoint has whole main parameters, also where an optimizer keeps only their remainders. A 32-bit
+parameter serves as the main parameter of a 16-bit one, and the other way round.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -35,40 +35,51 @@ from samestep.rules.stored import EIGHT_BITS, SCALE_SUFFIX, STEP, decode, encode
 Entries = Mapping[str, TensorStorageMetadata]
 
 
-class Again(NamedTuple):
-    """What to read when all else is read, and what writes stored values into a box that is here."""
+class SecondRead(NamedTuple):
+    """Tensors to be read after all others.
+
+    write: called for every box that is here, with its tensor and the stored values.
+    """
 
     tensors: Tensors
     write: Callable[[Tensor, Tensor], object]
 
 
-class Adapted(NamedTuple):
-    """What to read of a checkpoint, and what to do then.
+class ReadPlan(NamedTuple):
+    """How a checkpoint is read into the tensors of here.
 
+    tensors: what the checkpoint's values are read into, by name.
     optional: names that one side may have alone, since only its format needs them.
-    formats: by name of state that is kept in another format, how there and how here, in words.
+    second: reads that come after all others.
+    conversions: to be called last, in order; they write into the optimizer's state.
+    formats: by name of state in another format, the stored format and the one of here, in words.
     """
 
     tensors: Tensors
     optional: frozenset[str]
-    again: list[Again]
-    finish: list[Callable[[], None]]
+    second: list[SecondRead]
+    conversions: list[Callable[[], None]]
     formats: dict[str, str]
 
 
-def adapted(
+def plan_reads(
     tensors: Tensors,
     remainders: Remainders,
     stored: Entries,
     optimizer: RuleOptimizer | None,
     *,
     whole: bool = True,
-) -> Adapted:
-    """The tensors of here, where they differ in format replaced by those of the checkpoint.
+) -> ReadPlan:
+    """Plan how to read a checkpoint into `tensors`; nothing is read or written here.
 
-    `whole`: it has all of every tensor, and not only what this rank had of it.
+    Args:
+        tensors: Parameters and state of here, by name.
+        remainders: Main parameters of here of which only a remainder is kept.
+        stored: What the checkpoint has, by name.
+        optimizer: Whose state is among the tensors.
+        whole: The checkpoint has all of every tensor, and not only what this rank had of it.
     """
-    wanted, finish = dict(tensors), list[Callable[[], None]]()
+    wanted, conversions = dict(tensors), list[Callable[[], None]]()
     formats: dict[str, str] = {}
     of_blocks = set() if optimizer is None else _of_whole_blocks(optimizer) & stored.keys()
     for name in [name for name in tensors if name.startswith(f"{STATE}.")]:
@@ -76,7 +87,7 @@ def adapted(
         here, there = tensors.get(scale_name), stored.get(scale_name)
         if name in of_blocks and was_of_parameter(tuple(stored[name].size), tensors[name].shape):
             wanted[name], write = _read_flat(tensors[name], stored[name])
-            finish.append(write)
+            conversions.append(write)
             continue
         if name not in stored or (here is None and there is None):
             continue
@@ -87,16 +98,16 @@ def adapted(
         wanted.pop(scale_name, None)
         wanted[name], scales, write = _read_as(tensors[name], here, stored[name], there)
         wanted |= {} if scales is None else {scale_name: scales}
-        finish.append(write)
-    finish += map(_rest, chain.from_iterable(remainders.values()))
+        conversions.append(write)
+    conversions += map(_rest, chain.from_iterable(remainders.values()))
     optional = set() if optimizer is None else _counts(optimizer)
-    finish += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
+    conversions += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
     optional |= {name for name in stored if name.endswith(SCALE_SUFFIX) and name not in wanted}
-    again = list[Again]()
+    second = list[SecondRead]()
     if optimizer is not None and whole:
-        exchanged, again = _exchange_masters(wanted, stored, remainders)
+        exchanged, second = _exchange_masters(wanted, stored, remainders)
         optional |= exchanged
-    return Adapted(wanted, frozenset(optional), again, finish, formats)
+    return ReadPlan(wanted, frozenset(optional), second, conversions, formats)
 
 
 def _format(
@@ -115,10 +126,10 @@ def _shape(of: Pieces | TensorStorageMetadata) -> torch.Size:
 
 def _exchange_masters(
     wanted: Tensors, stored: Entries, with_remainder: Collection[str]
-) -> tuple[set[str], list[Again]]:
+) -> tuple[set[str], list[SecondRead]]:
     """Where dtypes differ, let parameters be read from stored master copies, or these from them.
 
-    Changes `wanted`, and gives the names that have no counterpart then, and what to read again.
+    Changes `wanted`, and returns the names that have no counterpart then, and the second reads.
     """
     done = set()
     edited: Tensors = {}
@@ -140,7 +151,7 @@ def _exchange_masters(
                 edited[name] = own  # one with fewer bits cannot tell what was edited
         del wanted[gone]
         done.add(gone)
-    return done, [Again(edited, _put_edited), Again(halved, _put_half)]
+    return done, [SecondRead(edited, _put_edited), SecondRead(halved, _put_half)]
 
 
 def _put_half(param: Tensor, value: Tensor) -> None:
@@ -187,9 +198,10 @@ def _read_as(
     stored: TensorStorageMetadata,
     scale: TensorStorageMetadata | None,
 ) -> tuple[Pieces, Pieces | None, Callable[[], None]]:
-    """What to read as the checkpoint keeps it, of the boxes that are here: values or codes, scales.
+    """Tensors for the stored format: values, or codes and their scales, of the boxes of here.
 
-    And what then writes it into the state of here, which is in 8 bits if that has scales.
+    Returns them with a function that converts and writes them into `own`, which is in 8 bits if
+    there is an `own_scale`.
     """
     boxes = [held.box for held in own.held]
     dtype = torch.float32 if scale is None else stored.properties.dtype
@@ -238,7 +250,7 @@ def _decoded(codes: HeldBox, scales: HeldBox, per: int) -> Tensor:
 
 
 def _read_flat(own: Pieces, stored: TensorStorageMetadata) -> tuple[Pieces, Callable[[], None]]:
-    """All of a tensor that has more dims in the checkpoint, and what writes it into pieces."""
+    """A tensor for all of one that has more dims in the checkpoint, and how to write its pieces."""
     whole = torch.empty(stored.size, dtype=stored.properties.dtype, device=own.device)
 
     def write() -> None:

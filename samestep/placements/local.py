@@ -1,6 +1,5 @@
 """Parameters of one process: all of each, updated where it lies."""
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.layout.boxes import mesh_of
 from samestep.placements.placement import Placement
+from samestep.placements.shards import same_objects
 from samestep.placements.windows import Unit, WindowPart, home_of
 from samestep.plan.schedule import PlacementShape, Stage, WindowId
 from samestep.rules.state import (
@@ -250,9 +250,9 @@ class KnownGroup:
         """Whether nothing was replaced since; tensors of XLA have no address to know it by."""
         return (
             not self._has_no_addresses
-            and _are_the_same(group["params"], self._all)
-            and _are_the_same(list(state.values()), self._all_states)  # looking them up is slow
-            and _are_the_same([t for entry in self.states for t in entry.values()], self._tensors)
+            and same_objects(group["params"], self._all)
+            and same_objects(list(state.values()), self._all_states)  # looking them up is slow
+            and same_objects([t for entry in self.states for t in entry.values()], self._tensors)
             and [param.data_ptr() for param in self.params] == self._addresses
         )
 
@@ -326,10 +326,6 @@ class _Held(NamedTuple):
             return [grad.reshape(-1)[part.start : part.stop]]
         own = grad if self.is_whole else self.block.view(grad)
         return [own] if self.block.form is None else self.block.form.views(own)
-
-
-def _are_the_same(found: Sequence[object], known: Sequence[object]) -> bool:
-    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _is_whole(blocks: list[Block]) -> bool:

@@ -1,6 +1,5 @@
 """Where parameters live: what the step asks of every placement."""
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Call, Intent, Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, local_of, whole_box
+from samestep.placements.shards import same_objects
 from samestep.placements.windows import Unit, WindowPart, Windows
 from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, Stage, WindowId
 from samestep.plan.sharding import ParamSpec
@@ -110,8 +110,7 @@ class Placement:
     ) -> None:
         """Have windows of state that stays on the host; made anew if a tensor was replaced."""
         tensors = [tensor for own in state for tensor in own.values()]
-        known = self._windows_of
-        if self.windows and len(known) == len(tensors) and all(map(operator.is_, known, tensors)):
+        if self.windows and same_objects(tensors, self._windows_of):
             return
         self._windows_of, self.windows = tensors, Windows(make())
         self.shape = self.shape._replace(

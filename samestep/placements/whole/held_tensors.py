@@ -62,10 +62,10 @@ class HeldTensors:
         """What this rank holds of every parameter."""
         return [self.value(index) for index in range(len(self.params))]
 
-    def address(self, index: int) -> tuple[int, bool]:
-        """Where a value lies, and whether contiguously."""
-        held = self._held(index)
-        return held.data_ptr(), held.is_contiguous()
+    def addresses(self) -> list[tuple[int, bool]]:
+        """Where each value lies, and whether it is contiguous."""
+        held = map(self._held, range(len(self.params)))
+        return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in held]
 
     def changed(self, names: Sequence[str], group: RankGroup) -> Problem | None:
         """The first that is not what it was, and what it is now."""

@@ -37,6 +37,7 @@ from samestep.placements.parts.held_parts import (
 )
 from samestep.placements.state_store import StateStore, boxes_of_ranks
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
+from samestep.placements.whole.piece_shards import PieceShards
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.layouts import Key
 from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
@@ -229,7 +230,6 @@ class AnsweredBlocks(HeldParts):
         self._grads: dict[Piece, Tensor] = {}
         self._values: list[Tensor] = []
         self._states: list[State] = []
-        self._made_of: list[State] = []
 
     def value_of(self, index: int) -> Tensor:
         item = self.items[index]
@@ -265,20 +265,16 @@ class AnsweredBlocks(HeldParts):
         state = self.state_of(route.param)
         return {key: state[key] for key in state if self.is_of_whole(route.param, key)}
 
-    def look_at(self, views: Mapping[Piece, tuple[Tensor, State]]) -> None:
-        """The values and state of pieces in this step."""
-        self._values = []
-        fresh = not self._made_of
-        for number, item in enumerate(self.items):
-            value, state = views[item.piece]
-            self._values.append(value if self._mine[number] else value.new_empty(0, 0))
-            if fresh or self._made_of[number] is not state:
-                own = self._item_state(number, state)
-                if fresh:
-                    self._states.append(own)
-                    self._made_of.append(state)
-                else:
-                    self._states[number], self._made_of[number] = own, state
+    def take_shards(self, shards: PieceShards) -> None:
+        """Read values and state of blocks from these shards, in this step and those after it."""
+        of_items = [shards[item.piece] for item in self.items]
+        self._values = [
+            shard.value if mine else shard.value.new_empty(0, 0)
+            for shard, mine in zip(of_items, self._mine, strict=True)
+        ]
+        self._states = [
+            self._item_state(number, shard.state) for number, shard in enumerate(of_items)
+        ]
 
     def _item_state(self, number: int, state: State) -> State:
         return {

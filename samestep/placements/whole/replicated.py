@@ -23,8 +23,8 @@ from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
 from samestep.placements.whole.buffers import FlatParameters, gradient_dtype
 from samestep.placements.whole.gathering import ParameterGatherer
 from samestep.placements.whole.held_tensors import HeldTensors
+from samestep.placements.whole.piece_shards import PieceShards, Seen
 from samestep.placements.whole.piece_state import PieceState, StateEntry
-from samestep.placements.whole.piece_views import PieceViews, Seen
 from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.windows import Unit, home_of
@@ -239,7 +239,7 @@ class ReplicatedParameters(Placement):
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
         self._pieces = PieceState(self.plan, self.params, self.places, groups, self.mesh)
-        self._views = PieceViews(self.held, self.plan, self._pieces.packing, groups, self.mesh)
+        self._shards = PieceShards(self.held, self.plan, self._pieces.packing, groups, self.mesh)
         state = self._pieces.zeros(home_of(self.device, self.distribution.offload))
         self.refresh_masters(state)
         if self.mesh is not None:
@@ -332,16 +332,15 @@ class ReplicatedParameters(Placement):
     # --- the step, operation by operation ------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
-        self._views.state = state
         if self._edits is not None and not self._edits.look():
             self._edits = None
         self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
-        self._views.read_strided()
+        are_new = self._shards.look_at(state)
+        self._shards.read_strided()
         if self.mesh is not None:
-            blocks = self.mesh.blocks
-            pieces = [item.piece for item in blocks.items]
-            blocks.look_at({piece: self._views.value_and_state(piece) for piece in pieces})
+            if are_new:
+                self.mesh.blocks.take_shards(self._shards)
             self.mesh.exchange.begin_step()
         if self.distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
@@ -351,7 +350,7 @@ class ReplicatedParameters(Placement):
         found: dict[tuple[Stage, int], list[Unit]] = {}
         for number, owned in enumerate(self._owned):
             found["update", number] = [
-                self._views.unit(piece)
+                self._shards.unit(piece)
                 for piece, _ in owned
                 if piece.block is None or self.mesh is None
             ]
@@ -376,7 +375,7 @@ class ReplicatedParameters(Placement):
         return problem
 
     def finish_step(self) -> None:
-        self._views.write_strided()  # also those that nobody gathers
+        self._shards.write_strided()  # also those that nobody gathers
         self._gatherer.advance()  # forward may wait for them in another order on each rank
         self.reducer.finish_step()
         self._end_of_blocks()
@@ -441,7 +440,7 @@ class ReplicatedParameters(Placement):
             case Average():
                 self.average(number)
             case Gather():
-                self._views.write_strided(piece for piece, _ in self._owned[number])
+                self._shards.write_strided(piece for piece, _ in self._owned[number])
                 self._gatherer.launch(number)
             case Place():
                 self._gatherer.place(number)
@@ -518,9 +517,9 @@ class ReplicatedParameters(Placement):
 
     def _seen(self, number: int, window: WindowId | None) -> Iterator[Seen]:
         if window is None:
-            return self._views.lying(self._grads[number])
+            return self._shards.lying(self._grads[number])
         assert self.windows is not None
-        return self._views.arrived(self._grads[number], self.windows, window, self.arrived(window))
+        return self._shards.arrived(self._grads[number], self.windows, window, self.arrived(window))
 
     def gradients(self) -> Iterator[Tensor]:
         yield from super().gradients()

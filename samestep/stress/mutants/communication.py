@@ -59,7 +59,7 @@ def step_counted_for_absent(
     """the step count of a parameter goes on while it has no gradient on any rank"""
     # Bias correction then is that of another step.
     for piece in self.plan.buckets[number].owned(self.places.rank).pieces:
-        _, state = self._views.value_and_state(piece)
+        state = self._shards[piece].state
         if self._present[piece.param] is False and "step" in state:
             state["step"] += 1
     return original(self, number, *window)

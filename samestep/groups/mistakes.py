@@ -5,7 +5,6 @@ docs/mistakes.md shows the messages, each with its fix. Nothing here waits for a
 first steps little is left of it: two comparisons, and a look at the model now and then.
 """
 
-import gc
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.comm.events import has_passed, recorded_event
 from samestep.groups.gradient_writes import Look, look
 from samestep.groups.param_groups import members, parameter_names
-from samestep.groups.pipelines import PipelineStages
+from samestep.groups.pipelines import PipelineStages, instances_of, with_subclasses
 from samestep.rules.state import needs_master
 from samestep.tooling.warn import some, warn_user
 
@@ -338,8 +337,7 @@ def _remember_ddp(module: nn.Module, _: str, __: nn.Module | None) -> None:
 def find_ddp() -> None:
     """Those that are there already; none can be without a process group."""
     if has_process_group():
-        objects = gc.get_objects()
-        _ddp_modules.update(o for o in objects if issubclass(type(o), DistributedDataParallel))
+        _ddp_modules.update(instances_of(with_subclasses(DistributedDataParallel)))
 
 
 register_module_module_registration_hook(_remember_ddp)

@@ -8,7 +8,7 @@ torch's; there is no public way to ask a schedule for them.
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -67,20 +67,29 @@ def _instances() -> list[Any]:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
-    kinds = _kinds(_PipelineStageBase) | _kinds(_PipelineSchedule)
+    kinds = with_subclasses(_PipelineStageBase) | with_subclasses(_PipelineSchedule)
     references = {kind: sys.getrefcount(kind) for kind in kinds}
     if references == _without_instances:
         return []
-    found = [one for one in gc.get_objects() if type(one) in kinds]
+    found = instances_of(kinds)
     _without_instances.clear()
     if not found:
         _without_instances.update(references)
     return found
 
 
-def _kinds(kind: type) -> set[type]:
+def instances_of(kinds: Collection[type]) -> list[Any]:
+    """All objects of exactly these classes, which must be written in Python.
+
+    `gc.get_objects` would hold every object for a moment, and a thread that builds a tuple from an
+    iterator fails with a SystemError while somebody else holds that tuple.
+    """
+    return [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
+
+
+def with_subclasses(kind: type) -> set[type]:
     """A class and all that are derived from it."""
-    return {kind}.union(*map(_kinds, kind.__subclasses__()))
+    return {kind}.union(*map(with_subclasses, kind.__subclasses__()))
 
 
 def _params(stage: Any) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
 """The command `samestep`: finds the command that was asked for and runs it.
 
 Exit status: 0, it worked; 1, a rank failed or drift was found; 2, it was asked for what cannot be
-done; 130, Ctrl-C; 141, whoever read the output has gone (`samestep --help | head -1`).
+done; 130, Ctrl-C; 143, SIGTERM; 141, whoever read the output has gone
+(`samestep --help | head -1`).
 
 Nothing here imports torch until a command runs: help comes from stored pages.
 """

@@ -68,12 +68,13 @@ def assert_modes_give(expected, results):
 
 
 def buffers_of(opt):
-    """Where the optimizer keeps its parameters: one storage per dtype and plan."""
-    return {
-        bucket.untyped_storage().data_ptr()
+    """Where the optimizer keeps its parameters, (begin, end): one storage per dtype and plan."""
+    storages = {
+        bucket.untyped_storage()
         for shared in opt.shared_parameters
         for bucket in shared._flat.buckets
     }
+    return {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
 
 
 def whole_state(opt):
@@ -87,7 +88,8 @@ def whole_state(opt):
 
 
 def lies_in(opt, param):
-    return param.untyped_storage().data_ptr() in buffers_of(opt)
+    begin, end = param.data_ptr(), param.data_ptr() + param.nbytes
+    return any(first <= begin and end <= last for first, last in buffers_of(opt))
 
 
 # --- the same bits -----------------------------------------------------------------------------
@@ -918,7 +920,7 @@ def test_sparse_gradients_and_parameters_are_refused_in_our_words():
 
 
 def test_what_is_saved_of_a_part_of_the_model():
-    """A state dict is an alias that torch saves with its buffer; clones and copies stand alone."""
+    """A state dict is an alias of the parameters, and of each only its own elements are written."""
 
     def saved(found):
         file = io.BytesIO()
@@ -926,17 +928,32 @@ def test_what_is_saved_of_a_part_of_the_model():
         return file.tell()
 
     def job(rank):
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
-        for param in model.parameters():
-            nn.init.ones_(param)  # threads share a generator
-        samestep.AdamW(model, buffers="flat")
-        buffer = model[0].weight.untyped_storage().nbytes()
-        part = model[1].state_dict()
-        assert part["weight"].data_ptr() == model[1].weight.data_ptr()
-        assert saved({key: value.clone() for key, value in part.items()}) < 4000 < buffer
-        assert saved(model.state_dict()) < buffer + 4000
-        assert saved(copy.deepcopy(model[1])) < 6000
-        assert copy.deepcopy(model)[1].weight.untyped_storage().nbytes() == 4 * 64 * 4
-        return True
+        found = []
+        for options in MODES:
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+            for param in model.parameters():
+                nn.init.ones_(param)  # threads share a generator
+            sharding, overlap = options
+            opt = samestep.AdamW(
+                model, buffers="flat", sharding=sharding, overlap_grad_reduce=overlap
+            )
+            model[1](model[0](torch.ones(64))).sum().backward()
+            opt.step()
+            opt.wait_for_parameters()
+            part = model[1].state_dict()
+            alias = part["weight"].data_ptr() == model[1].weight.data_ptr()
+            sizes = [saved(part), saved(list(part)), saved(model.state_dict())]
+            with torch.no_grad():
+                model[1].bias.fill_(7)  # what is read here still lies in the buffer
+            opt.step()
+            found.append((alias, sizes, part["bias"].tolist(), saved(copy.deepcopy(model[1]))))
+        return found
 
-    assert run_threaded(2, job) == [True, True]
+    whole, part = 4 * (64 * 64 + 64 + 64 * 4 + 4), 4 * (64 * 4 + 4)
+    for found in run_threaded(2, job):
+        for alias, (of_part, of_names, of_model), bias, of_copy in found:
+            assert alias
+            assert bias == [7.0] * 4
+            assert of_part - of_names < part + 1500
+            assert of_copy < part + 6000
+            assert whole < of_model < whole + 4000

@@ -1,11 +1,15 @@
 """Calls that all ranks make together: an error of one reaches all, and other calls are told."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
@@ -63,6 +67,44 @@ def test_errors_at_construction():
         step(whole.parameters(), samestep.MuonAdamW(whole, **OPTIONS))
 
     run_cases(3, CONSTRUCTIONS, job)
+
+
+# Whether (rank 1 of four, the others) have DTensors on a mesh of two, and plain parameters.
+KINDS = {
+    "rank 1 with plain parameters (the first is 'plain'), ranks 0, 2, 3 with none": (
+        (True, True),
+        (True, False),
+    ),
+    "ranks 0, 2, 3 with DTensors (the first is 'cut'), rank 1 with none": (
+        (False, True),
+        (True, True),
+    ),
+    "ranks 0, 2, 3 with plain parameters (the first is 'plain'), rank 1 with none": (
+        (True, False),
+        (True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_kinds_of_parameters_that_some_ranks_lack(added):
+    """They would compare plans with ranks that make none. Later all build one together."""
+
+    def job(rank, told):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))["model"]
+        cut = [("cut", nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])))]
+        plain = [("plain", nn.Parameter(torch.ones(5)))]
+        has_cut, has_plain = KINDS[told][int(rank != 1)]
+        params = cut * has_cut + plain * has_plain
+        opt = samestep.AdamW([("first", nn.Parameter(torch.ones(3)))], lr=0.1)
+        build = opt.add_param_group if added else partial(samestep.AdamW, lr=0.1)
+        with pytest.raises(RanksDisagreeError, match=re.escape(told)):
+            build({"params": params} if added else params)
+        step([param for group in opt.param_groups for param in group["params"]], opt)
+        again = samestep.AdamW(cut + plain, lr=0.1)
+        step([param for group in again.param_groups for param in group["params"]], again)
+
+    run_cases(4, KINDS, job)
 
 
 def test_the_same_error_on_every_rank_is_its_own():

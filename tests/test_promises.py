@@ -1,27 +1,44 @@
 """The list of promises quotes the pages as they are, and sees what is broken."""
 
+import json
+
 import pytest
 import torch.distributed as dist
 
-from tests import promises
-from tests.promises import PROMISES, Cell, Promise
+from tests.promises.__main__ import PAGE, RECEIPT, ROOT
+from tests.promises.claims import refused, same
+from tests.promises.listed import PROMISES, Promise
+from tests.promises.page import receipt, render
+from tests.promises.trying import Cell, cells, try_cells
 from tests.soak import SOAK
 
 
 def test_sentences_are_on_their_pages():
     """Of a promise that is made no more, or in other words, nobody knows what was tried."""
     pages = {
-        each.page: " ".join((promises.ROOT / "docs" / each.page).read_text().split())
-        for each in PROMISES
+        each.page: " ".join((ROOT / "docs" / each.page).read_text().split()) for each in PROMISES
     }
     missing = [e.name for e in PROMISES if " ".join(e.sentence.split()) not in pages[e.page]]
     assert missing == []
     assert len({each.name for each in PROMISES}) == len(PROMISES)
 
 
+def test_the_page_shows_the_receipt_and_the_receipt_all_that_is_promised():
+    """Rendered anew by `python -m tests.promises --render`, tried anew by `make promises`."""
+    kept = json.loads(RECEIPT.read_text())
+    assert PAGE.read_text() == render(kept)
+    tried = {
+        (name, option, layout): found
+        for name, options in kept["promises"].items()
+        for option, layouts in options.items()
+        for layout, found in layouts.items()
+    }
+    assert tried == {(c.promise.name, c.option, c.layout): "kept" for c in cells()}
+
+
 @pytest.mark.skipif(not SOAK, reason="minutes: make soak, or make promises")
 def test_promises_are_kept():
-    tried = promises.try_cells(promises.cells())
+    tried = try_cells(cells())
     assert {str(cell): found for cell, found in tried.items() if found} == {}
 
 
@@ -45,12 +62,12 @@ def broken_on_one_rank(trial):
 
 def other_bits(trial):
     """One step more than one process."""
-    promises.same(trial.run().train(0, 1).weights(), trial.plain().train(0).weights())
+    same(trial.run().train(0, 1).weights(), trial.plain().train(0).weights())
 
 
 def silent(trial):
     """Nothing is raised."""
-    promises.refused(lambda: None, "text")
+    refused(lambda: None, "text")
 
 
 def left_alone(trial):
@@ -63,11 +80,9 @@ def left_alone(trial):
 @pytest.mark.parametrize("action", [broken_on_one_rank, other_bits, silent, left_alone])
 def test_what_is_broken_is_seen_and_the_rest_is_tried(action):
     first, bad, last = cell_of(kept), cell_of(action), cell_of(kept)
-    outcome = promises.try_cells([first, bad, last])
+    outcome = try_cells([first, bad, last])
     assert list(outcome) == [first, bad, last]
     assert outcome[first] is None
     assert outcome[last] is None
     assert outcome[bad]
-    assert "broken" in promises.render(
-        {**dict.fromkeys(promises.cells()), promises.cells()[0]: "x"}
-    )
+    assert "kept 0, broken" in render(receipt(outcome, 0.0))

@@ -8,6 +8,7 @@ torch wants it, and are handed in.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from samestep.layout.blocks import Block
 from samestep.layout.boxes import local_of, mesh_of
 from samestep.layout.memory import overlap
 from samestep.optimizer.full_values import FullValues
+from samestep.placements.kinds_of_ranks import refuse_kinds_of_some_ranks
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
@@ -178,6 +180,7 @@ class Holdings:
     def share(self, indices: Iterable[int], groups: Sequence[Group], state: States) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
         wanted = list(indices)
+        self._compare_kinds(groups, wanted)
         self._look_for_stages(groups)
         self.planner.problem = problem = self.shared_memory(groups)
         planned = self.planner.plans(groups, wanted, self.blocks, self.reductions)
@@ -194,6 +197,18 @@ class Holdings:
         # Parts last, whichever group came last.
         self.placed = sorted([*self.placed, *planned], key=lambda placed: placed.holds_parts)
         self._line_up()
+
+    def _compare_kinds(self, groups: Sequence[Group], wanted: Sequence[int]) -> None:
+        """Raise on every rank if some have plain parameters or DTensors where others have none."""
+        if self.distribution.grads != "local":
+            return
+        own = [self.reductions[index].ranks for index in wanted if index in self.reductions]
+        ranks = own if len(own) == len(wanted) else [self.ranks, self.outer]
+        of_groups = chain.from_iterable(members([groups[index]], index) for index in wanted)
+        named = [(name, param) for _, name, param in of_groups]
+        for group in dict.fromkeys(ranks):
+            if group is not None and named:
+                refuse_kinds_of_some_ranks(named, group)
 
     def shared_memory(self, groups: Sequence[Group]) -> str | None:
         """Why parameters cannot be updated, if two of them lie in the same memory."""

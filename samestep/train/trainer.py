@@ -1,7 +1,7 @@
 """The loop: step, evaluate, save, resume; and the command around it.
 
 A run can be stopped at any moment and goes on from its last checkpoint as if nothing had happened
-(Ctrl-C saves one after the step that is on):
+(Ctrl-C and SIGTERM save one first):
 what a step does follows from the checkpoint, the flags and the number of the step. Batches are
 numbers of sequences (`corpus.Order`), schedules are functions of the step, and the seed of every
 step is made anew. A batch belongs to all ranks together, which divide it by index, so that their
@@ -47,25 +47,38 @@ from samestep.train.world import World, joined
 
 
 class Interrupts:
-    """Ctrl-C asks a run to save and stop after a step; a second one ends it where it is."""
+    """Ctrl-C and SIGTERM ask a run to save and stop after a step; a second Ctrl-C ends it at once.
+
+    torchrun and schedulers send SIGTERM, and SIGKILL half a minute later.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
+        self.asked = 0  # the first signal that came
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():  # others hear of no signals
-            self._before = signal.signal(signal.SIGINT, self._ask)
+            self._before = {each: signal.signal(each, self._ask) for each in self.SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
 
     def _ask(self, number: int, frame: object) -> None:
-        if self.asked:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked = self.asked or number
+
+
+class StoppedError(Exception):
+    """A run was asked to stop by `signal`, and has saved."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal = number
 
 
 class Trainer:
@@ -91,10 +104,12 @@ class Trainer:
         self.sequences = 0  # that were seen in them
         self._unwritten: list[dict[str, Any]] = []  # rows of steps, with tensors in them
         self._since = time.perf_counter()  # when they were written last
+        # What ranks told each other in the last step: the signal that asks them to stop.
+        self._told: tuple[Tensor, dist.Work | None] | None = None
         self.saved: int | None = None  # the step of the newest checkpoint, if there is one
 
     def run(self, interrupts: Interrupts) -> None:
-        """Up to the last step; raises KeyboardInterrupt after saving if it is asked to stop."""
+        """Up to the last step; raises StoppedError after saving if a signal asks it to stop."""
         options = self.options
         self._resume()
         self._since = time.perf_counter()
@@ -104,24 +119,34 @@ class Trainer:
             evaluates = last or self.step % options.eval_every == 0
             saves = last or self.step % options.save_every == 0
             writes = evaluates or saves or self.step % options.log_every == 0
-            stops = not last and self._is_asked_to_stop(interrupts, writes)
+            stops = 0 if last else self._asked_to_stop(interrupts)
             if writes or stops:
                 self._write_losses()
             if evaluates and not stops:
                 self._evaluate()
             if saves or stops:
-                self._save(stops)
+                self._save(bool(stops))
             if stops:
-                raise KeyboardInterrupt
+                raise StoppedError(stops)
             if not self._unwritten:  # neither validation nor saving counts as time of a step
                 self._since = time.perf_counter()
 
-    def _is_asked_to_stop(self, interrupts: Interrupts, writes: bool) -> bool:
-        """The same on all ranks, which saving needs; they agree where they sum losses anyway."""
+    def _asked_to_stop(self, interrupts: Interrupts) -> int:
+        """The signal that a rank has received, or 0: the same on all ranks, which saving needs.
+
+        Several ranks hear of it one step later, so that none waits for the step that is on.
+        """
         if self.world.size == 1:
             return interrupts.asked
+        told = self._told
         asked = torch.tensor([interrupts.asked], dtype=torch.int64, device=self.world.device)
-        return writes and bool(self.world.total(asked).item())
+        self._told = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True)
+        if told is None:
+            return 0
+        asked, work = told
+        if work is not None:
+            work.wait()
+        return int(asked.item())
 
     def _train_step(self) -> None:
         options, world = self.options, self.world
@@ -385,9 +410,9 @@ def run(options: Options) -> int:
             with Interrupts() as interrupts:
                 try:
                     trainer.run(interrupts)
-                except KeyboardInterrupt:
+                except (StoppedError, KeyboardInterrupt) as stop:
                     shown.say(_stopped(trainer.step, trainer.saved))
-                    return 130
+                    return 128 + getattr(stop, "signal", signal.SIGINT)
             files = [LOG, "checkpoints"] + [PICTURE] * journal.draw()
             shown.say(f"{options.out} has {', '.join(files)}")
     return 0

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 # Some only so that forked ranks need not import them again.
@@ -45,17 +46,26 @@ def train(
     arguments: list[str],
     *,
     stop_in: int | None = None,
-    signals: int = 2,
+    signals: Sequence[int] = (signal.SIGINT, signal.SIGINT),
+    ranks_stopped: Container[int] = range(8),
     draws: bool = False,
 ) -> list[int]:
-    """Train on forked ranks; return their exit statuses. Ctrl-C comes in step `stop_in`, so often.
+    """Train on forked ranks; return their exit statuses.
 
-    Drawing the losses takes longer than the rest: only who looks at the picture has it drawn.
+    In step `stop_in` the signals come, on those of the ranks that are stopped. Drawing the losses
+    takes longer than the rest: only who looks at the picture has it drawn.
     """
-    return run_forked(ranks, _rank, arguments, stop_in, signals, draws)
+    own = [signals if rank in ranks_stopped else () for rank in range(ranks)]
+    return run_forked(ranks, _rank, arguments, stop_in, own, draws)
 
 
-def _rank(rank: int, arguments: list[str], stop_in: int | None, signals: int, draws: bool) -> int:
+def _rank(
+    rank: int,
+    arguments: list[str],
+    stop_in: int | None,
+    signals: Sequence[Sequence[int]],
+    draws: bool,
+) -> int:
     if not draws:
         journal.picture = lambda rows: b""
     if dist.get_world_size() == 1:
@@ -63,8 +73,8 @@ def _rank(rank: int, arguments: list[str], stop_in: int | None, signals: int, dr
     optimizer_step = trainer.Trainer._balance_experts
 
     def step(self):
-        for _ in range(signals if self.step + 1 == stop_in else 0):
-            signal.raise_signal(signal.SIGINT)
+        for number in signals[rank] if self.step + 1 == stop_in else ():
+            signal.raise_signal(number)
         optimizer_step(self)
 
     trainer.Trainer._balance_experts = step  # in this process, which ends soon

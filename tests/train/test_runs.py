@@ -1,6 +1,7 @@
 """Runs of the trainer: they learn, they go on where they were, and no layout shows."""
 
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -85,11 +86,17 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed, tmp_path
     assert losses(run.out, "val_loss") == losses(undisturbed.out, "val_loss")
 
 
-@pytest.mark.parametrize(("ranks", "saved"), [(1, 2), (2, 3)])
-def test_ctrl_c_before_the_first_save_saves(undisturbed, tmp_path, capfd, ranks, saved):
-    """After the step that is on; several ranks agree where they sum losses, every third step."""
+@pytest.mark.parametrize(
+    ("ranks", "stopped", "number", "saved"),
+    [(1, [0], signal.SIGINT, 2), (1, [0], signal.SIGTERM, 2), (2, [1], signal.SIGTERM, 3)],
+)
+def test_a_signal_before_the_first_save_saves(
+    undisturbed, tmp_path, capfd, ranks, stopped, number, saved
+):
+    """After the step that is on; of several ranks one has it, and all stop one step later."""
     run = Run(tmp_path / "out", undisturbed.data)
-    assert train(ranks, words(*run, **RICH), stop_in=2, signals=1) == [130] * ranks
+    asked = {"stop_in": 2, "signals": [number], "ranks_stopped": stopped}
+    assert train(ranks, words(*run, **RICH, log_every=7), **asked) == [128 + number] * ranks
     told = f"stopped after step {saved}, which is saved: the same command goes on there"
     assert told in capfd.readouterr().out
     assert max(losses(run.out)) == saved

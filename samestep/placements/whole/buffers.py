@@ -1,5 +1,6 @@
 """Where the gradients of a bucket lie when it is reduced; parameters end to end in buffers."""
 
+import math
 from collections.abc import Container, Sequence
 from functools import reduce
 
@@ -221,12 +222,19 @@ class FlatParameters:
             for number, part in zip(numbers, torch.split(buffer, sizes), strict=True):
                 self.buckets[number] = part
         self._views = [
-            None
-            if place is None
-            else self.buckets[place.bucket][place.start : place.start + spec.numel].view(spec.shape)
+            None if place is None else self._view(place, spec.shape)
             for spec, place in zip(plan.params, places(plan), strict=True)
         ]
         self.adopt()
+
+    def _view(self, place: FlatPlace, shape: Sequence[int]) -> Tensor:
+        """A parameter's elements of its bucket, in its shape.
+
+        The view has a storage of its own on the same memory, since `torch.save` writes the whole
+        storage of every tensor: one norm of a state dict would bring the whole model along.
+        """
+        view = self.buckets[place.bucket][place.start : place.start + math.prod(shape)].view(shape)
+        return torch.from_dlpack(view) if view.device.type in ("cpu", "cuda") else view
 
     @torch.no_grad()
     def adopt(self) -> None:

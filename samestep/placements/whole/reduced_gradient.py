@@ -107,7 +107,7 @@ class ReducedGradient(Tensor):
     def __getattr__(self, name: str) -> Any:
         """What a DTensor alone has (`to_local`, `full_tensor`, ...) asks for its values."""
         param = self.__dict__["_param"]()
-        if mesh_of(param) is not None and hasattr(param, name):
+        if not name.startswith("_") and mesh_of(param) is not None and hasattr(param, name):
             raise self._error(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

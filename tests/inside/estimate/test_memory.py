@@ -28,12 +28,24 @@ MUON = {"rule": "muon"}
 
 
 def storages(tensors):
-    """Bytes of distinct memory, and where it is."""
+    """Bytes of distinct memory, and where it is. A storage may be a part of a larger one."""
     found = {}
-    for tensor in tensors:
-        storage = local_of(tensor).untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+    every = [local_of(tensor).untyped_storage() for tensor in tensors]
+    end = 0
+    for begin, size in sorted(
+        {(s.data_ptr(), s.nbytes()) for s in every}, key=lambda s: (s[0], -s[1])
+    ):
+        if begin + size > end:
+            found[begin], end = size, begin + size
     return found
+
+
+def parameters_of(optimizer):
+    """Parameters, and the flat buffers in which they lie."""
+    yield from (p for group in optimizer.param_groups for p in group["params"])
+    for placement in optimizer.shared_parameters:
+        if getattr(placement, "_flat", None) is not None:
+            yield from placement._flat.buckets
 
 
 def measured(rank, world, kind, layouts):
@@ -46,7 +58,7 @@ def measured(rank, world, kind, layouts):
         optimizer = training.optimizer
         training.step(0)
         optimizer.wait_for_parameters()
-        params = storages(p for group in optimizer.param_groups for p in group["params"])
+        params = storages(parameters_of(optimizer))
         state = storages(t for entries in optimizer.state.values() for t in entries.values())
         spread = layout.parameters != "plain"
         passing = 0

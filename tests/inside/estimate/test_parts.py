@@ -10,7 +10,7 @@ from samestep.estimate.memory import rank_memory
 from samestep.plan.schedule import line_of
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.parts import foreseen, training
-from tests.inside.estimate.test_memory import storages
+from tests.inside.estimate.test_memory import parameters_of, storages
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
@@ -47,7 +47,7 @@ def measured(rank, sizes, layouts):
         with samestep.FlightRecorder(last=4096) as recorder:
             step(model, optimizer, 1, rank)
         records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]
-        params = storages(model.parameters())
+        params = storages(parameters_of(optimizer))
         state = storages(t for own in optimizer.state.values() for t in own.values())
         before, passing = storages(buffers_of(optimizer)), 0
         for number in (2, 3):  # what is in flight at once is up to other ranks, too

@@ -1,0 +1,64 @@
+"""The list of promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.promises.layouts import LAYOUTS, never
+from tests.promises.trial import Trial
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """A sentence of a page, and how it is tried."""
+
+    page: str
+    sentence: str
+    kind: str
+    action: Callable[[Trial], None]
+    options: tuple[str, ...]
+    layouts: tuple[str, ...]
+    but: dict[object, str]
+
+    @property
+    def name(self) -> str:
+        return self.action.__name__
+
+    @property
+    def tried(self) -> str:
+        return " ".join((self.action.__doc__ or "").split()).rstrip(".")
+
+    def why_not(self, layout: str, option: str) -> str | None:
+        """Why it says nothing about a layout with an option."""
+        if layout not in self.layouts and layout not in self.but:
+            return "this is of other layouts"
+        found = never(layout, option)
+        for key in ((layout, option), option, layout):
+            found = found or self.but.get(key)
+        return found
+
+
+PROMISES: list[Promise] = []
+
+
+def promise(
+    page: str,
+    sentence: str,
+    kind: str,
+    options: tuple[str, ...] = ("",),
+    layouts: tuple[str, ...] = tuple(LAYOUTS),
+    but: dict[object, str] | None = None,
+):
+    """Puts a function on the list; its docstring says how the sentence is tried."""
+    assert kind in ("raises", "warns", "works")
+
+    def listed(action: Callable[[Trial], None]) -> Callable[[Trial], None]:
+        PROMISES.append(Promise(page, sentence, kind, action, options, layouts, but or {}))
+        return action
+
+    return listed
+
+
+MISTAKES, DISTRIBUTED = "mistakes.md", "distributed.md"
+FLAT_PAGE, TROUBLE = "flat.md", "troubleshooting.md"

@@ -34,6 +34,8 @@ def test_the_page_shows_the_receipt_and_the_receipt_all_that_is_promised():
         for layout, found in layouts.items()
     }
     assert tried == {(c.promise.name, c.option, c.layout): "kept" for c in cells()}
+    proof = (ROOT / "docs" / "proof.md").read_text()
+    assert f"{len(tried)} of {len(tried)} cells kept" in proof
 
 
 @pytest.mark.skipif(not SOAK, reason="minutes: make soak, or make promises")

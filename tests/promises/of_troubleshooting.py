@@ -72,7 +72,7 @@ def consolidated(trial: Trial) -> None:
     "*Saved on another number of ranks or in another layout*: `samestep.load` takes it",
     "works",
     ("", *OVERLAPS[1:], "max_grad_norm", "master_weights", "8 bits", "offload"),
-    but={"stages": "a checkpoint of stages: `tests/parallel/test_pipeline_checkpoint.py`"},
+    but={"stages": "a checkpoint of stages: `tests/parallel/test_pipeline_checkpoints.py`"},
 )
 def checkpoints(trial: Trial) -> None:
     """Saved here, loaded into one process and back, and trained on"""

@@ -200,12 +200,13 @@ class Holdings:
 
     def _compare_kinds(self, groups: Sequence[Group], wanted: Sequence[int]) -> None:
         """Raise on every rank if some have plain parameters or DTensors where others have none."""
-        if self.distribution.grads != "local":
-            return
         own = [self.reductions[index].ranks for index in wanted if index in self.reductions]
         ranks = own if len(own) == len(wanted) else [self.ranks, self.outer]
         of_groups = chain.from_iterable(members([groups[index]], index) for index in wanted)
         named = [(name, param) for _, name, param in of_groups]
+        dtensors = any(mesh_of(param) is not None for _, param in named)
+        if self.distribution.grads == "reduced" and dtensors:
+            return  # those are compared on their mesh alone
         for group in dict.fromkeys(ranks):
             if group is not None and named:
                 refuse_kinds_of_some_ranks(named, group)

@@ -25,7 +25,7 @@ from samestep.parallel.stages import cut
 from samestep.plan.schedule import line_of
 from tests.inside.estimate.calls import settled
 from tests.inside.estimate.test_hybrid import copied
-from tests.inside.estimate.test_memory import storages
+from tests.inside.estimate.test_memory import parameters_of, storages
 from tests.inside.estimate.test_parts import buffers_of
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
@@ -149,7 +149,7 @@ def measured(rank, cases):
             for r in recorder.records
             if r.name != "loss of the pipeline"  # which is told to all stages
         ]
-        params = sum(storages(stack.model.parameters()).values())
+        params = sum(storages(parameters_of(optimizer)).values())
         state = [t for own in optimizer.state.values() for t in own.values()]
         bytes_of = params, sum(storages(state).values()), passing
         found.append((losses, optimizer.schedule_lines(), records, bytes_of))

@@ -61,6 +61,7 @@ LAYOUTS = {
 }
 # Where it is the same code that would fail in all of them.
 FEW = LAYOUTS if SOAK else {name: LAYOUTS[name] for name in ("none", "zero2", "flat zero1")}
+SHARED = {name: options for name, options in FEW.items() if SOAK or name != "none"}
 SMALL = {"crossover": 12, "bucket_size": 60, "chunk_size": 100, "waves": 2}
 NORMUON = {"lr": 0.03, "variance_beta2": 0.9, "weight_decay": 0.1}
 
@@ -213,7 +214,11 @@ def test_layouts_are_one_process(sizes):
         options = {**NORMUON, **SMALL, **LAYOUTS[layout]}
         return snapshot(trained(names_for(options), sizes, **options)[2])
 
-    for layout, of_ranks in run_cases(world, FEW, job):  # of all: test_copies.py of the harness
+    # All of them: test_copies.py of the harness.
+    layouts = (
+        FEW if SOAK or sizes == MESHES[0] else ["flat zero1" if sizes == MESHES[1] else "zero2"]
+    )
+    for layout, of_ranks in run_cases(world, layouts, job):
         reference = snapshot(one_process(names_for(LAYOUTS[layout]), copies, **NORMUON))
         for found in of_ranks:
             assert found.keys() == reference.keys()
@@ -247,7 +252,7 @@ def test_gradients_that_are_missing_on_some_ranks():
         opt = trained(names_for(options), sizes, some=True, **options)[2]
         return snapshot(opt), opt.metrics()["present"].tolist()
 
-    for layout, of_ranks in run_cases(4, FEW, job):
+    for layout, of_ranks in run_cases(4, SHARED, job):
         alone = one_process(names_for(LAYOUTS[layout]), 4, some=True, **NORMUON)
         reference = snapshot(alone)
         for found, count in of_ranks:
@@ -265,7 +270,7 @@ def test_norm_and_sizes_count_every_element_once():
         opt = trained(names_for(own), sizes, **own)[2]
         return {key: value.double() for key, value in opt.metrics().items()}, snapshot(opt)
 
-    for layout, of_ranks in run_cases(4, FEW, job):
+    for layout, of_ranks in run_cases(4, SHARED, job):
         alone = one_process(names_for(LAYOUTS[layout]), 2, **options)
         for metrics, found in of_ranks:
             for key in ("grad_norm", "update_rms"):
@@ -299,7 +304,7 @@ def test_master_weights_of_bfloat16():
         own = {**options, **SMALL, **LAYOUTS[layout], "reduce_dtype": torch.float32}
         return snapshot(trained(names_for(own), sizes, same=True, dtype=torch.bfloat16, **own)[2])
 
-    for layout, of_ranks in run_cases(4, FEW, job):
+    for layout, of_ranks in run_cases(4, SHARED, job):
         names = names_for(LAYOUTS[layout])
         reference = snapshot(one_process(names, 2, same=True, dtype=torch.bfloat16, **options))
         for key, found in of_ranks[0].items():
@@ -361,8 +366,8 @@ def test_checkpoints_between_meshes_are_bit_equal(tmp_path):
             found[name] = snapshot(opt)
         for place, saved in enumerate(PLACES):
             for name, (sizes, own) in PLACES.items():
-                if not SOAK and list(PLACES)[(place + 1) % len(PLACES)] != name != "plain":
-                    continue  # each into the next, and all into plain parameters
+                if not SOAK and list(PLACES)[(place + 1) % len(PLACES)] != name:
+                    continue  # each into the next
                 _, params = laid_out(names, sizes)
                 opt = optimizer(params, names, **options, **own)
                 samestep.load(tmp_path / saved, nn.ParameterDict(params), opt)
@@ -411,7 +416,7 @@ def test_the_state_of_one_process_is_taken_along(tmp_path):
         found = snapshot(opt)
         return all(torch.equal(found[key], reference[key]) for key in reference if "." in key)
 
-    for layout, same in run_cases(4, FEW, job):
+    for layout, same in run_cases(4, SHARED, job):
         assert all(same), layout
 
 

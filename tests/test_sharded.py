@@ -226,7 +226,7 @@ def test_meshes_whose_ranks_are_permuted(tmp_path):
             assert torch.equal(opt.full_parameter(name), value), name
         return found
 
-    for (ranks, _, tensor_parallel), results in run_cases(4, PERMUTED, job):
+    for (ranks, _, tensor_parallel), results in run_cases(4, PERMUTED[not SOAK :], job):
         for found in results:
             near(found, expected[tensor_parallel])
         values = results[0][0]

@@ -155,6 +155,33 @@ def test_gradients_that_nobody_edits_raise_no_alarm():
         assert run_forked(4, job) == [True] * 4
 
 
+def test_gradients_without_elements():
+    """They are looked for neither where `synchronize()` has taken them nor among the edited."""
+
+    def job(rank):
+        told = []
+        for accumulate in (True, False):
+            model = nn.Linear(4, 4)
+            model.empty = nn.Parameter(torch.empty(0, 3))
+            opt = samestep.MuonAdamW(model, lr=0.1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    (model(torch.ones(4)).sum() + model.empty.sum()).backward()
+                    if accumulate:
+                        opt.synchronize()
+                    else:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    opt.step()
+                    opt.zero_grad()
+            told.append([str(warning.message) for warning in caught])
+        return told
+
+    for silent, warned in run_forked(2, job):
+        assert silent == []
+        assert "all gradients were changed between backward() and step()" in warned[0]
+
+
 def test_an_assigned_gradient_counts_in_place_of_the_reduced_one():
     """A list of gradients that were clipped out of place, as functional code has it."""
 

@@ -23,7 +23,12 @@ class Look(NamedTuple):
     digest: bytes | None
 
     def writes(self, grad: Tensor) -> int | None:
-        """How often it was written to since, at least; None: it is not the same memory."""
+        """How often it was written to since, at least; None: it is not the same memory.
+
+        One without elements is never written to; the memory of all of those is the same.
+        """
+        if not grad.numel():
+            return 0
         held = _held(grad)
         if Tensor.data_ptr(held) != self.address:
             return None

@@ -255,7 +255,9 @@ class GradientEdits:
             def arrived(param: Tensor) -> None:
                 alive = watch()
                 grad = param.grad
-                if alive is not None and grad is not None and grad.layout == torch.strided:
+                if alive is None or grad is None or grad.layout != torch.strided:
+                    return
+                if grad.numel():
                     alive._seen[index] = look(grad, values=True)
 
             return arrived

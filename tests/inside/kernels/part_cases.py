@@ -48,6 +48,7 @@ def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
         monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.call, "WIDE", 32)  # not tiles of one row
 
 
 # --- one launch ------------------------------------------------------------------------------
@@ -269,6 +270,7 @@ def kernels(monkeypatch):
             super().__init__(tables, step)
 
     monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
+    monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
     monkeypatch.setattr(samestep.placements.parts.block_exchange, "missing", lambda device: None)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(

@@ -310,6 +310,7 @@ def small_tiles(monkeypatch):
     """Several tiles in a small matrix; products, which have tests of their own, by torch."""
     if INTERPRETED:
         monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
+        monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
         monkeypatch.setattr(samestep.kernels.symmetric, "way_of", lambda size, depth: "torch")
 
 

@@ -1,47 +1,43 @@
 """`samestep stress --faults` on gloo: what torch's own collectives leave unsaid is said."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import tempfile
+from multiprocessing import forkserver
 
 import pytest
 
 from samestep import cli
-from samestep.stress.faults import FAULTS, LAYOUTS, Asked, FaultResult, Report, cases
-from tests.limits import HANG, limit
+from samestep.stress.faults import FAULTS, LAYOUTS, Asked, FaultResult, Report, cases, run_faults
+from tests.limits import limit
+from tests.ranks import run_forked
 
-SCRIPT = """
-import json, sys
-from dataclasses import asdict
-from samestep.stress.faults import cases, run_faults
+# What every rank would import for itself.
+MODULES = ["samestep.stress.faults", "torch._dynamo", "pytest"]
 
-if __name__ == "__main__":
-    results = []
-    asked = cases(("kill", "in_backward"), ("fsdp2",), 2, "gloo", float(sys.argv[1]))
-    run_faults(asked, 2, results.append)
-    print(json.dumps([asdict(result) for result in results]))
-"""
+
+def kill_and_raise(rank: int, folder: str) -> list[FaultResult]:
+    """In a process of its own, which takes along what multiprocessing keeps for further ranks."""
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    multiprocessing.get_context("forkserver").set_forkserver_preload(MODULES)
+    forkserver.ensure_running()
+    found: list[FaultResult] = []
+    run_faults(cases(("kill", "in_backward"), ("fsdp2",), 2, "gloo", limit(5.0)), 2, found.append)
+    return found
 
 
 def test_ranks_in_collectives_of_torch_name_who_is_gone(tmp_path) -> None:
     """FSDP2's all-gather and reduce-scatter fail with the backend's text alone."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    # A process of its own takes along what multiprocessing keeps for further ranks.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(limit(5.0))],
-        capture_output=True, text=True, check=True, timeout=HANG, env=environment,
-    )  # fmt: skip
-    results = {result["fault"]: result for result in json.loads(done.stdout)}
+    (found,) = run_forked(1, kill_and_raise, str(tmp_path))
+    results = {result.fault: result for result in found}
     assert results.keys() == {"kill", "in_backward"}
     for result in results.values():
-        (report,) = result["reports"]
-        assert report["status"] == 1, report["message"]
-        assert report["named"], report["message"]
-        assert "rank 0 ends, in " in report["message"]
-    raised = results["in_backward"]["reports"][0]["message"]
+        (report,) = result.reports
+        assert report.status == 1, report.message
+        assert report.named, report.message
+        assert "rank 0 ends, in " in report.message
+    raised = results["in_backward"].reports[0].message
     assert "rank 1 has ended by RuntimeError: a fault inside backward" in raised
 
 

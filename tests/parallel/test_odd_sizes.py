@@ -12,13 +12,15 @@ from samestep.mesh import build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.stack import Stack
 from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
 
-SHAPE = {"context": 8, "width": 16, "layers": 2, "heads": 4, "kv_heads": 4}
+SHAPE = {"context": 8, "width": 16, "heads": 4, "kv_heads": 4}
+SHAPE["layers"] = 2 if SOAK else 1  # they do not know of the vocabulary
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.1, "overrides": {"head.weight": {"rule": "muon"}}}
 STEPS = 2
 ODD = GPTConfig(vocab_size=33, **SHAPE)
 TINY = GPTConfig(vocab_size=5, **SHAPE)  # of four ranks one has one entry, and one has none
-EVEN = GPTConfig(vocab_size=32, **SHAPE)
+EVEN = GPTConfig(vocab_size=32, **{**SHAPE, "layers": 2})
 EXPERTS = GPTConfig(vocab_size=32, experts=4, expert_size=8, **SHAPE)
 # By name: the model, its mesh, and how it is laid out and trained.
 LAYOUTS = {
@@ -26,8 +28,10 @@ LAYOUTS = {
     "sequence parallel": (ODD, {"tp": 2, "sequence_parallel": True}, {}, {}),
     "an empty part": (TINY, {"tp": 4}, {}, {}),
     "copies": (ODD, {"tp": 2}, {"fsdp": False}, {"sharding": "zero1"}),
-    "pipeline": (ODD, {"tp": 2, "pp": 2}, {}, {}),
+    "pipeline": (replace(ODD, layers=2), {"tp": 2, "pp": 2}, {}, {}),
 }
+if not SOAK:
+    del LAYOUTS["fsdp"]  # the next one has it, too
 ROWS = {"an empty part": [2, 2, 1, 0], "copies": [17, 16, 17, 16]}  # of the head, by rank
 
 

@@ -12,8 +12,8 @@ from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.stack import Stack
 from tests.counting_group import CountingGroup
+from tests.inside.estimate.peaks import peak_bytes
 from tests.inside.estimate.saved import saved_for_backward
-from tests.memory import peak_bytes
 from tests.ranks import run_cases
 from tests.soak import SOAK
 

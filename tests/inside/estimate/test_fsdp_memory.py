@@ -11,7 +11,7 @@ from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
 from tests.counting_group import CountingGroup
-from tests.memory import peak_bytes
+from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 

@@ -21,8 +21,8 @@ from tests.inside.estimate.hybrid import (
     foreseen,
     layouts_on,
 )
+from tests.inside.estimate.peaks import peak_bytes
 from tests.inside.estimate.test_memory import storages
-from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 

@@ -19,7 +19,7 @@ from samestep.stress.sharded_training import new_training
 from samestep.update.lanes import Batch
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on
-from tests.memory import peak_bytes
+from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 

@@ -10,8 +10,8 @@ from samestep.estimate.memory import rank_memory
 from samestep.plan.schedule import line_of
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.parts import foreseen, training
+from tests.inside.estimate.peaks import peak_bytes
 from tests.inside.estimate.test_memory import parameters_of, storages
-from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 

@@ -201,7 +201,8 @@ pages: venv
 	$(PY) -m tests.inventory > tests/.inventory.json
 	mv tests/.inventory.json tests/inventory.json
 
-# Tries what the documentation promises in every layout, and writes out/promises.md if all is kept.
+# Tries what the documentation promises in every layout; if all is kept, out/ has the receipt and
+# the page that belong into receipts/ and docs/.
 promises: venv
 	$(PY) -m tests.promises
 

@@ -24,6 +24,10 @@ from tests.soak import SOAK
 LATE = {"resume": 12, "resume_midrun": 16, "frozen_and_added": 16}
 LATE |= {"not_finite": 16, "overflow_scaler": 16}
 STEPS = {name: 22 if SOAK else LATE.get(name, 6) for name in SCENARIOS}
+# Where parameters lie elsewhere: patterns of presence have come once, and one bad gradient.
+FEWER = dict.fromkeys(SCENARIOS, 22 if SOAK else 4)
+if not SOAK:
+    FEWER |= {"resume": 12, "frozen_and_added": 16, "overflow_scaler": 8}
 PLAIN = [name for name, layout in LAYOUTS.items() if layout.parameters == "plain"][1:]
 PAIRS = list(itertools.pairwise([*PLAIN, "none"]))
 

@@ -15,7 +15,7 @@ from samestep.stress.receipt import case_entry
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG
 from tests.soak import SOAK
-from tests.stress.test_cases import STEPS, run
+from tests.stress.test_cases import FEWER, run
 
 SHARDED = [name for name, layout in LAYOUTS.items() if layout.parameters != "plain"]
 # Real forward passes with layers apart; presence; groups; saving; sums of micro-batches; a scaler.
@@ -47,11 +47,11 @@ def test_every_scenario_has_a_layout():
 def test_every_sharded_layout_is_exact(layout):
     world = 4 if layout == "hsdp" else 2
     for scenario in chosen(layout):
-        for result in run(scenario, ["one_process", layout], world, STEPS[scenario]):
+        for result in run(scenario, ["one_process", layout], world, FEWER[scenario]):
             assert (result.status, result.findings) == ("exact", []), result.case
             assert [sample.step for sample in result.samples] == [
-                STEPS[scenario] // 2,
-                STEPS[scenario],
+                FEWER[scenario] // 2,
+                FEWER[scenario],
             ]
 
 

@@ -30,7 +30,9 @@ TYPES = {
     **dict.fromkeys(["programs", "again", "flags"], "*i32"),
     **dict.fromkeys(["lr_factor", "limit", "norm_factor", "eps", "root_rows", "least"], "fp32"),
 }
-TILE = {"ROWS": 64, "COLS": 64, "TILES": 1}
+# As they are launched, or a quarter: the time goes into what a thread does, element by element.
+SIDE, SHARE = (64, 1) if SOAK else (32, 4)
+TILE = {"ROWS": SIDE, "COLS": SIDE, "TILES": 1}
 ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM"], False), "Q": 0, "PLACES": "near"}
 ON |= dict.fromkeys(["scales", "steps", "origins", "kept", "unscaled"])
 DTYPES = {
@@ -162,7 +164,7 @@ def compiled_adamw(types=(), **given):
     numbers = ["step_sizes", "root_corrections", "beta1", "beta2", "eps"]
     options = {
         "MAXIMIZE": False, "CAUTIOUS": False, "DECAY": "decoupled", "EPS_HAT": False,
-        "ALIGNED": True, "BLOCK": 4096, "warps": 8, "first_dtype": tl.float32,
+        "ALIGNED": True, "BLOCK": 4096 // SHARE, "warps": 8, "first_dtype": tl.float32,
         "second_dtype": tl.float32, "master_dtype": None, "step_dtype": tl.float32, "Q": 0,
         "FIRST_RANDOM": False, "SECOND_RANDOM": False, "PLACES": "near",
         **dict.fromkeys(["scales", "steps", "origins"]),
@@ -191,7 +193,7 @@ def test_adamw_with_small_state_compiles(name):
     types = {"scales": "*i64", "steps": "*i64", "origins": "*i64"}
     own = {**SMALL[name], "FIRST_RANDOM": True, "SECOND_RANDOM": True, "master_dtype": tl.int16}
     ptx = compiled_adamw(types, **own)
-    operations(ptx, codes=16 if "Q" in own else 0)
+    operations(ptx, codes=16 // SHARE if "Q" in own else 0)
     assert "ld.global.b8" not in ptx  # codes are read many at once
 
 
@@ -203,14 +205,14 @@ def test_small_momentum_compiles():
         **dict.fromkeys(["MAXIMIZE", "GIVEN"], False), "state_dtype": tl.int8, "Q": 256,
     }  # fmt: skip
     types = dict.fromkeys(["scales", "steps", "origins", "kept"], "*i64")
-    wide = {**given, "ROWS": 16, "COLS": 256}
+    wide = {**given, "ROWS": 16 // SHARE, "COLS": 256}
     ptx = compiled(part_tiles.momentum_of_parts, types, GRADS_ALIGNED=True, **wide)
-    operations(ptx, codes=32)
+    operations(ptx, codes=32 // SHARE)
     ptx = compiled(muon_tiles.direction_again, narrow, **given)
     assert "st.global.v4.b32" in ptx  # 16 bytes at once
     if SOAK:
         ptx = compiled(muon_tiles.momentum, {**types, **narrow}, ONLY_SUMS=False, **wide)
-        operations(ptx, codes=32)
+        operations(ptx, codes=32 // SHARE)
 
 
 @pytest.mark.parametrize("given", ["residue", "left_residue"])

@@ -44,7 +44,8 @@ FOUR_RANKS = {
 }
 if not SOAK:
     # docs/hybrid_table.md shows these, too, and test_router_losses.py has others like them.
-    for name in ("ep, room", "pp", "tp, whole experts", "ep, the same tokens, room"):
+    some = ("ep, room", "pp", "tp experts", "tp, whole experts", "ep, the same tokens, room")
+    for name in some:
         del TWO_RANKS[name]
     for name in ("tp sp ep", "tp sp ep, the same tokens", "ep fsdp", "pp tp sp"):
         del FOUR_RANKS[name]

@@ -32,8 +32,8 @@ from tests.soak import SOAK
 PATTERNS = ["*.attention.[qv]", "*.attention.out", "*.mlp.*"]
 SHAPE = replace(CONFIG, layers=2, kv_heads=2)
 LIMIT = 0.03
-STEPS = 3  # that are compared with one process; later ones amplify rounding
-LONG = 100 if SOAK else 4  # after which copies have the same bits
+STEPS = 3 if SOAK else 2  # that are compared with one process; later ones amplify rounding
+LONG = 100 if SOAK else 3  # after which copies have the same bits
 RULES = {"adamw": {}, "muon": {"*.lora_*": {"rule": "muon"}}}
 
 

@@ -67,7 +67,7 @@ def gradients_alone_of(dp_rank):
     return gpt().loss(inputs, targets).item()
 
 
-LONG = 20 if SOAK else 4  # steps
+LONG = 20 if SOAK else 2  # steps
 OVERLAP = {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 

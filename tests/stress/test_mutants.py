@@ -21,10 +21,14 @@ def runner():
     return MutantRunner(watchdog=limit(2.0))
 
 
-# Steps after which the bugs of a scenario, or one by itself, have shown: most do in the first two,
-# some wait for an event.
+# Steps after which the bugs of a scenario, or one by itself, have shown: most do in the first one,
+# some need state or wait for an event.
 SHOWS_AFTER = {
-    "conditional_compute": 6,
+    "clipped": 2,
+    "schedules": 2,
+    "megatron_conditional": 2,
+    "conditional_compute": 2,
+    "unused_are_left_out": 5,
     "not_finite": 8,
     "overflow_scaler": 8,
     "megatron_conditional_live": 8,
@@ -50,7 +54,7 @@ USUAL = {name: mutant for name, mutant in MUTANTS.items() if SOAK or name not in
 def test_mutant_is_caught(runner, name):
     mutant = MUTANTS[name]
     if not SOAK:
-        steps = SHOWS_AFTER.get(name, SHOWS_AFTER.get(mutant.scenario, 2))
+        steps = SHOWS_AFTER.get(name, SHOWS_AFTER.get(mutant.scenario, 1))
         mutant = replace(mutant, steps=min(mutant.steps, steps))
     result = runner.run(mutant)
     assert result.unpatched == "exact"

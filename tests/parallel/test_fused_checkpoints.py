@@ -77,11 +77,10 @@ def exchange(rank, folder, formats):
     loaded = {}
     for name, degrees in LAYOUTS.items():
         stack, opt = laid_out(degrees, seed=5)
-        for source in ("alone", *(other for other in LAYOUTS if SOAK or other != name)):
-            for form in formats:
+        for source in (*(other for other in LAYOUTS if SOAK or other != name), "alone"):
+            for form in reversed(formats):
                 samestep.load(folder / f"{source} {form}", stack.model, opt)
                 loaded[f"{source} {form}", name] = values(stack.model, opt)
-        samestep.load(folder / f"alone {formats[0]}", stack.model, opt)
         train_stack(stack, opt, range(STEPS, 2 * STEPS))
         loaded["trained on", name] = values(stack.model, opt)
     return found, loaded

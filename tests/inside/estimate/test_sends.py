@@ -133,7 +133,6 @@ def foreseen(case, rank, world):
 
 PAIRS = [
     ({"tp": 2}, {}, "none", 1),
-    (SP, {}, "full", 1),
     (SP, MOE, "full", 1),
     ({"tp": 2, "expert_tensor_parallel": 1}, MOE, "none", 1),
     ({"ep": 2}, ROOM, "full", 1),
@@ -145,6 +144,7 @@ FOURS = [({"pp": 2, **SP}, {}, "none", 2), ({"ep": 2, **SP}, ROOM, "none", 1)]
 if SOAK:
     PAIRS += [
         ({"tp": 2}, MOE, "none", 1),
+        (SP, {}, "full", 1),
         (SP, {}, "none", 1),
         (SP, MOE, "none", 1),
         ({**SP, "expert_tensor_parallel": 1}, MOE, "none", 1),

@@ -417,12 +417,14 @@ def test_copies_and_sizes_where_directions_are_rounded_on_their_way(
 
 
 @pytest.mark.parametrize("why", ["a part that is no matrix", "wide products"])
-def test_what_kernels_cannot_do_is_done_in_plain_torch(kernels, monkeypatch, why):
+def test_what_kernels_cannot_do_is_done_in_plain_torch(kernels, monkeypatch, few_tensors, why):
     options = {}
     if why == "wide products":
         options["compute_dtype"] = torch.float32
     else:
-        monkeypatch.setitem(TENSORS, "kernels", ((5, 3, 4, 2), 2, TENSORS["kernels"][2]))
+        monkeypatch.setitem(
+            TENSORS, "kernels", ((5, 3, 4, 2), 2, {"rule": "muon", "flatten": True})
+        )
     found = on_ranks(kernels, (2,), by_kernels=False, **options)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "none")
     assert different(found, values(*trained(**options))) == []

@@ -107,6 +107,22 @@ def test_kinds_of_parameters_that_some_ranks_lack(added):
     run_cases(4, KINDS, job)
 
 
+def test_dtensors_that_some_ranks_lack_beside_those_of_all():
+    """An FSDP2 model over all ranks, and a part of it on a mesh of ranks 0 and 1."""
+
+    def job(rank):
+        pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "of"))["of"]
+        whole = model()
+        if rank < 2:
+            whole.append(fully_shard(nn.Linear(4, 4), mesh=pair))
+        fully_shard(whole, mesh=init_device_mesh("cpu", (4,)))
+        told = "ranks 0, 1 with DTensors (the first is '2.weight'), ranks 2, 3 with none"
+        with pytest.raises(RanksDisagreeError, match=re.escape(told)):
+            samestep.MuonAdamW(whole, **OPTIONS)
+
+    run_forked(4, job)
+
+
 def test_the_same_error_on_every_rank_is_its_own():
     def job(rank):
         for build, words in CONSTRUCTIONS.values():

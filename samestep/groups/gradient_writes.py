@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PART = 1 << 14  # elements
+PART = 1 << 14  # elements that are converted to float64 at once
 
 
 class Look(NamedTuple):
@@ -23,9 +23,10 @@ class Look(NamedTuple):
     digest: bytes | None
 
     def writes(self, grad: Tensor) -> int | None:
-        """How often it was written to since, at least; None: it is not the same memory.
+        """The number of writes to a gradient since this look, or fewer.
 
-        One without elements is never written to; the memory of all of those is the same.
+        None if the gradient lies elsewhere by now. A gradient without elements has no memory of
+        its own and cannot be written to.
         """
         if not grad.numel():
             return 0
@@ -56,9 +57,10 @@ def _count(grad: Tensor, held: Tensor) -> int:
 
 @torch.no_grad()
 def _digest(values: Tensor) -> bytes:
-    """Sum and sum of squares in float64, to the bit: a change of scale or sign changes one of them.
+    """The sum and the sum of squares in float64; a change of scale or sign changes one of them.
 
-    Part after part, as a copy in float64 would be twice as large as the gradient.
+    The values are converted part after part: a whole copy would be twice as large as a gradient
+    in float32.
     """
     total, squares = 0.0, 0.0
     for part in torch.split(values.reshape(-1), PART):

@@ -4,7 +4,6 @@ Every rank tells them in one line before the first step, all are compared, and t
 them.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,17 +47,12 @@ def predicates(degrees: Degrees, *, experts: bool, fsdp: bool = True) -> Predica
     )
 
 
-def print_line(line: str) -> None:
-    """Print in one write: with two, a line of another rank can come before the line break."""
-    sys.stdout.write(f"{line}\n")
-
-
 def trace(
     mesh: Mesh,
     facts: Predicates,
     *,
     observed: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = print_line,
+    tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Tell this rank's line, compare all ranks', and return what belongs in the receipt.
 
@@ -68,7 +62,7 @@ def trace(
         observed: What was really done on this rank, under the same names: modules that send
             tokens, hooks that were left behind. It is told too. A name that `facts` has must
             have the same value; a stage without experts may leave out what concerns them.
-        tell: Gets the line; by default it is printed.
+        tell: Gets the line.
 
     Raises:
         RanksDisagreeError: On every rank, naming the fact and the ranks that differ.

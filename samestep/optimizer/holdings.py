@@ -29,7 +29,7 @@ from samestep.layout.blocks import Block
 from samestep.layout.boxes import local_of, mesh_of
 from samestep.layout.memory import overlap
 from samestep.optimizer.full_values import FullValues
-from samestep.placements.kinds_of_ranks import refuse_kinds_of_some_ranks
+from samestep.placements.copies import refuse_kinds_of_some_ranks
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
@@ -200,16 +200,15 @@ class Holdings:
 
     def _compare_kinds(self, groups: Sequence[Group], wanted: Sequence[int]) -> None:
         """Raise on every rank if some have plain parameters or DTensors where others have none."""
-        own = [self.reductions[index].ranks for index in wanted if index in self.reductions]
-        ranks = own if len(own) == len(wanted) else [self.ranks, self.outer]
-        of_groups = chain.from_iterable(members([groups[index]], index) for index in wanted)
+        shared = [index for index in wanted if index not in self.reductions]
+        of_groups = chain.from_iterable(members([groups[index]], index) for index in shared)
         named = [(name, param) for _, name, param in of_groups]
         dtensors = any(mesh_of(param) is not None for _, param in named)
-        if self.distribution.grads == "reduced" and dtensors:
-            return  # those are compared on their mesh alone
-        for group in dict.fromkeys(ranks):
-            if group is not None and named:
-                refuse_kinds_of_some_ranks(named, group)
+        if not named or (self.distribution.grads == "reduced" and dtensors):
+            return  # DTensors whose gradients come reduced are compared on their mesh alone
+        for ranks in (self.ranks, self.outer):
+            if ranks is not None:
+                refuse_kinds_of_some_ranks(named, ranks)
 
     def shared_memory(self, groups: Sequence[Group]) -> str | None:
         """Why parameters cannot be updated, if two of them lie in the same memory."""

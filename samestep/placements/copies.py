@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.comm.collectives import maximum
 from samestep.comm.groups import RankGroup, ranks_text, registry
-from samestep.comm.integrity.agreement import gather_rows, gather_texts
-from samestep.layout.boxes import mesh_of
+from samestep.comm.integrity.agreement import RanksDisagreeError, gather_rows, gather_texts
+from samestep.comm.presence import sent_from
+from samestep.layout.boxes import local_of, mesh_of
 from samestep.tooling.warn import some
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "comparison of who holds DTensors"
+KINDS = PLAIN, DTENSORS = "plain parameters", "DTensors"
 DIGEST = hashlib.sha256().digest_size
 
 Named = tuple[str, Tensor]
@@ -47,6 +50,40 @@ class Copies(NamedTuple):
     ranks: RankGroup
     everyone: RankGroup
     number: int
+
+
+def refuse_kinds_of_some_ranks(named: Sequence[Named], ranks: RankGroup) -> None:
+    """Raise on every rank where some have plain parameters, or DTensors, and others have none.
+
+    All ranks compare their plans of plain parameters, and step together where DTensors lie on
+    meshes that leave ranks out. A rank that has none of a kind takes no part in that, and the
+    others would wait for it. Collective: every rank of the group calls it before it makes a plan.
+    """
+    everyone = set(ranks.members)
+    first: dict[str, str] = {}  # by kind
+    for name, param in named:
+        mesh = mesh_of(param)
+        if mesh is None:
+            first.setdefault(PLAIN, name)
+        elif not everyone <= set(mesh.mesh.flatten().tolist()):
+            first.setdefault(DTENSORS, name)
+    device = sent_from(ranks, local_of(named[0][1]).device)
+    call = "comparison of kinds of parameters"
+    here = torch.tensor([kind in first for kind in KINDS], dtype=torch.int64, device=device)
+    somewhere, lacking = maximum(call, torch.cat([here, 1 - here]), ranks).wait().chunk(2)
+    differing: list[bool] = (somewhere & lacking).bool().tolist()
+    if not any(differing):
+        return
+    kind = KINDS[differing.index(True)]
+    texts = gather_texts(call, first.get(kind, ""), ranks, device)
+    names = dict(zip(ranks.members, texts, strict=True))
+    has = [rank for rank, text in names.items() if text]
+    lacks = [rank for rank, text in names.items() if not text]
+    raise RanksDisagreeError(
+        f"the plan differs between ranks: {ranks_text(has)} with {kind} (the first is "
+        f"{names[has[0]]!r}), {ranks_text(lacks)} with none. Build the same model and optimizer "
+        "on every rank, or give process_group= the ranks that have the same"
+    )
 
 
 def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, Copies]":

@@ -1,17 +1,17 @@
 """The loop: step, evaluate, save, resume; and the command around it.
 
 A run can be stopped at any moment and goes on from its last checkpoint as if nothing had happened
-(Ctrl-C and SIGTERM save one first):
-what a step does follows from the checkpoint, the flags and the number of the step. Batches are
-numbers of sequences (`corpus.Order`), schedules are functions of the step, and the seed of every
-step is made anew. A batch belongs to all ranks together, which divide it by index, so that their
-number may change from one start to the next.
+(Ctrl-C and SIGTERM save one first): what a step does follows from the checkpoint, the flags and the
+number of the step. Batches are numbers of sequences (`corpus.Order`), schedules are functions of
+the step, and the seed of every step is made anew. A batch belongs to all ranks together, which
+divide it by index, so that their number may change from one start to the next.
 """
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -73,14 +73,6 @@ class Interrupts:
         self.asked = self.asked or number
 
 
-class StoppedError(Exception):
-    """A run was asked to stop by `signal`, and has saved."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.signal = number
-
-
 class Trainer:
     """One rank of a run."""
 
@@ -104,12 +96,16 @@ class Trainer:
         self.sequences = 0  # that were seen in them
         self._unwritten: list[dict[str, Any]] = []  # rows of steps, with tensors in them
         self._since = time.perf_counter()  # when they were written last
-        # What ranks told each other in the last step: the signal that asks them to stop.
-        self._told: tuple[Tensor, dist.Work | None] | None = None
+        # Waits for the signal that ranks told each other of in the last step.
+        self._told: Callable[[], Tensor] | None = None
         self.saved: int | None = None  # the step of the newest checkpoint, if there is one
 
-    def run(self, interrupts: Interrupts) -> None:
-        """Up to the last step; raises StoppedError after saving if a signal asks it to stop."""
+    def run(self, interrupts: Interrupts) -> int:
+        """Train up to the last step.
+
+        Returns:
+            The signal that has stopped the run early, after a checkpoint; 0 at the last step.
+        """
         options = self.options
         self._resume()
         self._since = time.perf_counter()
@@ -127,9 +123,10 @@ class Trainer:
             if saves or stops:
                 self._save(bool(stops))
             if stops:
-                raise StoppedError(stops)
+                return stops
             if not self._unwritten:  # neither validation nor saving counts as time of a step
                 self._since = time.perf_counter()
+        return 0
 
     def _asked_to_stop(self, interrupts: Interrupts) -> int:
         """The signal that a rank has received, or 0: the same on all ranks, which saving needs.
@@ -140,13 +137,8 @@ class Trainer:
             return interrupts.asked
         told = self._told
         asked = torch.tensor([interrupts.asked], dtype=torch.int64, device=self.world.device)
-        self._told = asked, dist.all_reduce(asked, dist.ReduceOp.MAX, async_op=True)
-        if told is None:
-            return 0
-        asked, work = told
-        if work is not None:
-            work.wait()
-        return int(asked.item())
+        self._told = self.world.highest(asked)
+        return 0 if told is None else int(told().item())
 
     def _train_step(self) -> None:
         options, world = self.options, self.world
@@ -409,10 +401,12 @@ def run(options: Options) -> int:
             trainer = Trainer(options, world, journal, shown)
             with Interrupts() as interrupts:
                 try:
-                    trainer.run(interrupts)
-                except (StoppedError, KeyboardInterrupt) as stop:
+                    stopped = trainer.run(interrupts)
+                except KeyboardInterrupt:
+                    stopped = signal.SIGINT
+                if stopped:
                     shown.say(_stopped(trainer.step, trainer.saved))
-                    return 128 + getattr(stop, "signal", signal.SIGINT)
+                    return 128 + stopped
             files = [LOG, "checkpoints"] + [PICTURE] * journal.draw()
             shown.say(f"{options.out} has {', '.join(files)}")
     return 0

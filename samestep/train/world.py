@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -35,6 +35,17 @@ class World(NamedTuple):
         parts = [torch.empty_like(value) for _ in range(self.size)]
         dist.all_gather(parts, value.contiguous())
         return sum(parts[1:], start=parts[0])
+
+    def highest(self, value: Tensor) -> Callable[[], Tensor]:
+        """Start to find the highest value of all ranks; the function waits for it and gives it."""
+        work = dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True)
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return value
+
+        return wait
 
 
 @contextmanager

@@ -230,10 +230,11 @@ class FlatParameters:
     def _view(self, place: FlatPlace, shape: Sequence[int]) -> Tensor:
         """A parameter's elements of its bucket, in its shape.
 
-        The view has a storage of its own on the same memory, since `torch.save` writes the whole
+        The tensor has a storage of its own on the same memory, since `torch.save` writes the whole
         storage of every tensor: one norm of a state dict would bring the whole model along.
         """
         view = self.buckets[place.bucket][place.start : place.start + math.prod(shape)].view(shape)
+        # Meta tensors have no memory, and other devices no DLPack that shares it.
         return torch.from_dlpack(view) if view.device.type in ("cpu", "cuda") else view
 
     @torch.no_grad()

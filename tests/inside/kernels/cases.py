@@ -56,8 +56,9 @@ def small_tiles(monkeypatch):
     if INTERPRETED:
         monkeypatch.setitem(samestep.kernels.symmetric.TILINGS, "small", SMALL)
         monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
-        monkeypatch.setattr(samestep.kernels.call, "WIDE", 32)  # not tiles of one row
         monkeypatch.setattr(samestep.kernels.muon, "AGAIN", 2)  # fewer than there are tiles
+    if QUICK:
+        monkeypatch.setattr(samestep.kernels.call, "WIDE", 32)  # tiles of several rows
 
 
 @pytest.fixture

@@ -48,7 +48,8 @@ def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
         monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
-        monkeypatch.setattr(samestep.kernels.call, "WIDE", 32)  # not tiles of one row
+    if QUICK:
+        monkeypatch.setattr(samestep.kernels.call, "WIDE", 32)  # tiles of several rows
 
 
 # --- one launch ------------------------------------------------------------------------------
@@ -270,7 +271,8 @@ def kernels(monkeypatch):
             super().__init__(tables, step)
 
     monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
-    monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
+    if QUICK:
+        monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
     monkeypatch.setattr(samestep.placements.parts.block_exchange, "missing", lambda device: None)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(

@@ -310,8 +310,9 @@ def small_tiles(monkeypatch):
     """Several tiles in a small matrix; products, which have tests of their own, by torch."""
     if INTERPRETED:
         monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
-        monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
         monkeypatch.setattr(samestep.kernels.symmetric, "way_of", lambda size, depth: "torch")
+    if QUICK:
+        monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
 
 
 @pytest.mark.parametrize(("shape", "form", "own", "master"), MUON_CASES)

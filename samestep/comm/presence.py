@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.collectives import CollectiveError, maximum
+from samestep.comm.diagnosis import watch
 from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import (
@@ -454,7 +455,13 @@ class PresenceAgreement:
     def _read_arrived(self) -> None:
         while self._on_their_way and has_passed(self._on_their_way[0].passed):
             before = self._on_their_way.popleft()
-            self._read(before.votes, before.intent, before.on_device, late=True)
+            try:
+                self._read(before.votes, before.intent, before.on_device, late=True)
+            except RuntimeError:
+                watching = watch.current()
+                if watching is not None:  # ranks may have sent different operations
+                    watching.wait_for_comparison()
+                raise
 
     def _hear(
         self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, dropped: bool

@@ -45,7 +45,7 @@ def test_every_layout_is_exact(tmp_path: Path, ranks: int) -> None:
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
-    words = ["--faults", "--layout", "zero2,fsdp2", "--watchdog", "15", "--lanes", "4"]
+    words = ["--faults", "--layout", "zero2,flat_overlap,fsdp2", "--watchdog", "15", "--lanes", "4"]
     receipt = stress(tmp_path / "out", *words)
-    assert len(receipt["cases"]) == 24
+    assert len(receipt["cases"]) == 36
     assert all(case["passed"] for case in receipt["cases"])

@@ -176,6 +176,7 @@ class Watch:
         self._is_over = is_over
         self._rank, self._size = rank, size
         self._on_device = on_device
+        self._pause = max(POLL_S, size / RANKS_PER_POLL_S)  # seconds
         self._calls = RollCall(dist.PrefixStore("samestep_watch", store), rank)
         self._end = end_process if end is None else end
         self._torch_operations = torch_operations
@@ -253,6 +254,19 @@ class Watch:
         key = self._key("problem")
         Background(lambda: self._store.set(key, where)).ended(1.0)
 
+    def wait_for_comparison(self) -> None:
+        """Wait until the watches have compared what ranks launched; raises if that differs.
+
+        For a rank that finds that ranks have said different things: NCCL compares no sizes, so
+        what arrived may be a mixture of two operations, and no rank has said it. Takes a few
+        seconds where ranks launched the same, and no time where the host waits for collectives.
+        """
+        last = time.monotonic() + 3 * self._pause + ROLL_CALL_S
+        while self._on_device and self.failed is None and time.monotonic() < last:
+            time.sleep(POLL_S / 10)
+        if self.failed is not None:
+            raise self.failed
+
     def stop(self) -> None:
         """Watch no more, and leave nothing behind."""
         self._stopping.set()
@@ -276,7 +290,7 @@ class Watch:
         return f"samestep/watch/{what}/{self._rank if rank is None else rank}"
 
     def _run(self) -> None:
-        pause = max(POLL_S, self._size / RANKS_PER_POLL_S)
+        pause = self._pause
         try:
             name = this_process()
             if name is not None:

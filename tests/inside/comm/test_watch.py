@@ -185,6 +185,23 @@ def test_other_operations_are_found_though_none_hangs(make, theirs, number) -> N
     assert told in second.message
 
 
+def test_rank_that_heard_nonsense_waits_for_what_the_watches_find(make) -> None:
+    first, second = make(0), make(1)
+    first.step("presence")
+    second.step("presence", elements=8)
+    with pytest.raises(CollectiveError, match="launched different operations: number 1 of their"):
+        first.watch.wait_for_comparison()
+
+
+def test_rank_that_heard_what_others_said_goes_on(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ROLL_CALL_S", 0.05)
+    first, second = make(0), make(1)
+    first.step("presence")
+    second.step("presence")
+    first.watch.wait_for_comparison()
+    assert not first.errors
+
+
 def test_numbers_of_steps_may_differ(make) -> None:
     """A rank may have one optimizer more, on a group that the others are not in."""
     first, second = make(0), make(1)

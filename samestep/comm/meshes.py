@@ -16,7 +16,7 @@ from samestep.comm.presence import CopiedHere
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 from samestep.plan.copied import copied_along, line_of
 from samestep.plan.exchanges import Exchange
-from samestep.plan.layouts import by_box, copies, whole
+from samestep.plan.layouts import by_box, whole, whole_on
 
 _WAY_OUT = (
     "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
@@ -170,12 +170,11 @@ def whole_tensor(
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
     if not result.numel():
         return result
-    everything = whole(result.shape)
-    source, target = by_box(enumerate(boxes)), (copies(everything, range(group.size)),)
+    source, target = by_box(enumerate(boxes)), whole_on(result.shape, range(group.size))
     key = 0, ""
     exchange = Exchange("gather of a DTensor", {key: source}, {key: target}, group.size)
     local = {key: {boxes[group.rank]: tensor.to_local().detach()}}
-    launch_gather(exchange, local, {key: {everything: result}}, group, result)()
+    launch_gather(exchange, local, {key: {whole(result.shape): result}}, group, result)()
     return result
 
 

@@ -19,7 +19,7 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import RINGS, Hardware
 from samestep.estimate.placed import Spreading, Summands
-from samestep.plan.block_exchange import ChunkTransfers
+from samestep.plan.block_exchange import Chunk
 from samestep.plan.links import Fabric
 from samestep.plan.schedule import (
     Agree,
@@ -289,7 +289,7 @@ class Launches:
             yield from self._sums(summands.peers, placement.everyone, wide, size_on)
 
     def _of_chunk(
-        self, chunk: BucketId, which: Callable[[ChunkTransfers], Transfer | None]
+        self, chunk: BucketId, which: Callable[[Chunk], Transfer | None]
     ) -> Iterator[Collective]:
         """A transfer between the ranks of a mesh; nothing, if nothing travels."""
         placement = self._blueprint.placements[chunk.placement]

@@ -169,7 +169,8 @@ def sample_ranks(plan: Blueprint) -> list[int]:
         for spreading in placement.spreadings[place : place + 1]:
             in_mesh = [0] * placement.mesh.size
             for route in chain.from_iterable(spreading.plan.chunks):
-                in_mesh[route.owner] += route.box.numel
+                for owner in route.owners:
+                    in_mesh[owner] += route.box.numel
             # Axes of both are not the same.
             found.add(of_peers + grid.rank_at(placement.mesh, in_mesh.index(max(in_mesh))))
     return sorted(found)

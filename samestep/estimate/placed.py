@@ -23,7 +23,7 @@ from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.placements.windows import Unit, Windows
-from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
+from samestep.plan.block_exchange import Chunk, ExchangePlan, ShardedSpec
 from samestep.plan.copied import CopiedAlong
 from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
 from samestep.plan.schedule import PlacementShape, Stage
@@ -134,7 +134,7 @@ class Spreading:
         return planned_blocks(self.held, self.peers.size, self.distribution, self.device)
 
     @cached_property
-    def transfers(self) -> tuple[ChunkTransfers, ...]:
+    def transfers(self) -> tuple[Chunk, ...]:
         return transfers_of(
             self.plan, self.params, self.specs, self.peers.size, self.distribution, self.device
         )
@@ -345,10 +345,9 @@ def _unit(updated: Updated, groups: Groups) -> Unit:
 def _of_chunk(own: OnRank, number: int, groups: Groups) -> Iterator[Unit]:
     """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
     assert own.spreading is not None
-    for route in {route.key: route for route in own.spreading.plan.chunks[number]}.values():
+    for route in own.spreading.plan.chunks[number]:
         spec = own.spreading.specs[route.param]
-        group, part = groups[spec.group], route.parts.of_rank.get(own.mesh_place)
-        held = 0 if part is None else part.in_block.numel
+        group, held = groups[spec.group], route.held.sizes.get(own.mesh_place, 0)
         shapes = block_state_shapes(rule_of(group), route.block, group, spec.stored)
         sizes = {
             key: (prod(shapes[key]) if how.per is None else held // how.per,)

@@ -16,7 +16,8 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
 from samestep.placements.whole.buffers import gradient_dtype, joint_gradient_dtype
-from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
+from samestep.plan.block_exchange import OF_WHOLE, Chunk, Route
+from samestep.plan.exchanges import PackedPart
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment
 from samestep.plan.transfers import Traffic, Transfer, divides_first
@@ -349,27 +350,25 @@ class SpreadingWalk(Walk):
     def _local(self, index: int) -> int:
         return self._spreading.held[index].boxes[self._place].numel
 
-    def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype, list[int]]:
-        """Its blocks, its dtypes, and elements of each block of which this rank holds a part."""
-        chunk, transfers = self._spreading.plan.chunks[number], self._spreading.transfers[number]
-        held = {route.key: route.parts.of_rank.get(self._place) for route in chunk}
-        parts = [part.in_block.numel for part in held.values() if part is not None]
-        return chunk, transfers.to.dtype, transfers.wide, parts
+    def _parts(self, chunk: Chunk) -> list[int]:
+        """Elements of each block of which this rank holds a part."""
+        held = (route.held.box_of(self._place) for route in chunk.routes)
+        return [box.numel for box in held if box is not None]
 
     def on_collect(self, number: int) -> None:
         """Directions of the parts, what is sent and what comes."""
-        chunk, dtype, wide, parts = self._chunk(number)
+        chunk = self._spreading.transfers[number]
+        dtype, wide, parts = chunk.dtype, chunk.wide, self._parts(chunk)
         self._add("prepared", number, sum(parts) * wide.itemsize)
         self._ledger.passing(max(parts, default=0) * wide.itemsize)
-        out, into = to_owners(chunk, self._place)
-        copied = sum(item.numel for item in out) if len(out) > 1 or dtype != wide else 0
-        coming = sum(item.numel for item in into)
+        out, coming = chunk.collection.packed_from(self._place), chunk.collection.moved.got
+        copied = sum(out.sizes) if len(out.parts) > 1 or dtype != wide else 0
         self._add("collected", number, copied * dtype.itemsize)
-        self._add("coming", number, coming * dtype.itemsize)
+        self._add("coming", number, coming[self._place] * dtype.itemsize)
 
     def on_transform(self, number: int) -> None:
-        chunk, _, wide, _ = self._chunk(number)
-        owned = [route for route in chunk if route.owner == self._place]
+        chunk = self._spreading.transfers[number]
+        owned, wide = [r for r in chunk.routes if self._place in r.owners], chunk.wide
         self._drop(number, "collected")
         elements = sum(route.box.numel for route in owned)
         self._add("blocks", number, elements * wide.itemsize)
@@ -394,31 +393,40 @@ class SpreadingWalk(Walk):
         self._drop(number, "blocks")
 
     def on_giveback(self, number: int) -> None:
-        chunk, dtype, wide, _ = self._chunk(number)
-        out, into = from_owners(chunk, self._place, self._spreading.peers.size, to_all=False)
-        sent = sum(item.numel for item in out) * dtype.itemsize
+        chunk = self._spreading.transfers[number]
+        assert chunk.giving_back is not None
+        dtype, place = chunk.dtype, self._place
+        out, into = (
+            [part for part in packing.parts if part.key[1] != OF_WHOLE]
+            for packing in (
+                chunk.giving_back.packed_from(place),
+                chunk.giving_back.packed_to(place),
+            )
+        )
+        sent = sum(part.numel for part in out) * dtype.itemsize
         # Rows of a block lie together; of columns a copy is made before all are put side by side.
-        apart = (o for o in out if dtype != wide or not _lies_together(o, chunk[o.route]))
-        copied = sum(item.numel for item in apart) * dtype.itemsize
+        differs = dtype != chunk.wide
+        apart = (p for p in out if differs or not _lies_together(p, chunk.routes[p.key[0]]))
+        copied = sum(part.numel for part in apart) * dtype.itemsize
         self._add("returned", number, sent if len(out) > 1 else copied)
-        self._add("returning", number, sum(item.numel for item in into) * dtype.itemsize)
+        self._add("returning", number, sum(part.numel for part in into) * dtype.itemsize)
         self._ledger.passing(copied if len(out) > 1 else 0)
 
     def on_apply(self, number: int) -> None:
         """One part after the other."""
-        _, _, wide, parts = self._chunk(number)
+        chunk = self._spreading.transfers[number]
         self._drop(number, "returned")
-        self._ledger.passing(max(parts, default=0) * wide.itemsize)
+        self._ledger.passing(max(self._parts(chunk), default=0) * chunk.wide.itemsize)
         self._drop(number, "returning", "directions")
 
 
-def _lies_together(item: Item, route: Route) -> bool:
+def _lies_together(part: PackedPart, route: Route) -> bool:
     """Whether a part of a direction is one stretch: dims after the first long one are whole.
 
     A tall block is computed as a wide one, and its direction is the transpose of that.
     """
-    if item.part is None or route.block.rows > route.block.cols:
-        return item.part is None
-    sizes = item.part.in_block.sizes
+    if route.block.rows > route.block.cols:
+        return False
+    sizes = part.sizes
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     return sizes[first + 1 :] == route.box.sizes[first + 1 :]

@@ -19,7 +19,7 @@ from samestep.comm.exchange import launch_gather
 from samestep.comm.groups import RankGroup
 from samestep.layout.boxes import Box, Shape, local_of
 from samestep.plan.exchanges import Exchange
-from samestep.plan.layouts import Holding, Key, by_box, copies, whole
+from samestep.plan.layouts import Holdings, Key, by_box, whole, whole_on
 
 BUNDLE = 1 << 24  # elements that travel at once where memory counts more than latency
 
@@ -114,7 +114,7 @@ class StateStore:
         counted: dict[Key, Sequence[int]] = {}  # the ranks of the parts, in order
         for dtype, keys in _by_dtype(tensors).items():
             held, into = dict[Key, dict[Box, Tensor]](), dict[Key, dict[Box, Tensor]]()
-            source, target = dict[Key, tuple[Holding, ...]](), dict[Key, tuple[Holding, ...]]()
+            source, target = dict[Key, Holdings](), dict[Key, Holdings]()
             for key in keys:
                 if key in self._counts:
                     counted[key], source[key], held[key] = self._counts_of(key, tensors[key])
@@ -123,9 +123,8 @@ class StateStore:
                     shape, source[key] = self._shapes[key], self._holdings(key)
                     held[key] = {part.box: part.of(tensors[key]) for part in self.parts(key)}
                 made[key] = torch.empty(shape, dtype=dtype, device=device)
-                everything = whole(shape)
-                target[key] = (copies(everything, range(self._ranks.size)),) if prod(shape) else ()
-                into[key] = {everything: made[key]}
+                target[key] = whole_on(shape, range(self._ranks.size))
+                into[key] = {whole(shape): made[key]}
             exchange = Exchange(self._title, source, target, self._ranks.size)
             like = torch.empty(0, dtype=dtype, device=device)
             landings.append(launch_gather(exchange, held, into, self._ranks, like))
@@ -139,7 +138,7 @@ class StateStore:
 
         return finish
 
-    def _holdings(self, key: Key) -> tuple[Holding, ...]:
+    def _holdings(self, key: Key) -> Holdings:
         """Which ranks keep which boxes of a tensor."""
         return by_box(
             (rank, part.box)
@@ -149,7 +148,7 @@ class StateStore:
 
     def _counts_of(
         self, key: Key, tensor: Tensor
-    ) -> tuple[Sequence[int], tuple[Holding, ...], dict[Box, Tensor]]:
+    ) -> tuple[Sequence[int], Holdings, dict[Box, Tensor]]:
         """Numbers that parts keep, as a tensor with one element for each part of any rank.
 
         The ranks of the parts, who holds which element, and the elements that are here.

@@ -9,16 +9,18 @@ reading whole values differ in their two layouts alone. What a rank has already 
 and an exchange in which that is so on every rank is silent.
 
 Where every rank needs everything, one all-gather moves it, of a segment per rank; `comm.exchange`
-runs it.
+runs it. Blocks whose parts are spread over ranks go from each rank to each other one, and what a
+rank sends, or gets, lies in one buffer: a `Packing`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from samestep.layout.boxes import Box
-from samestep.plan.layouts import Holding, Key, Layout
+from samestep.layout.boxes import Box, Shape
+from samestep.plan.layouts import Holding, Holdings, Key, Layout
 
 
 class Hop(NamedTuple):
@@ -34,26 +36,74 @@ class Hop(NamedTuple):
     addends: int = 1  # 1: it is the value itself
 
 
+class PackedPart(NamedTuple):
+    """A box on its way, and where its elements lie in the buffer that a rank sends, or gets.
+
+    rank: the other one.
+    slices: of what this rank holds of the tensor, or needs.
+    """
+
+    rank: int
+    key: Key
+    sizes: Shape
+    slices: tuple[slice, ...]
+    start: int
+    numel: int
+
+
+class Packing(NamedTuple):
+    """All that a rank sends, or gets, one part after the other, in the order of the other ranks.
+
+    sizes: elements for, or from, each rank.
+    """
+
+    parts: Sequence[PackedPart]
+    sizes: Sequence[int]
+
+
+class Moved(NamedTuple):
+    """Elements that ranks send to others, and get from them, by rank."""
+
+    sent: list[int]
+    got: list[int]
+
+
+class _Alike(NamedTuple):
+    """Tensors of which ranks have the same parts, and how many each rank has all of."""
+
+    parts: Holdings
+    by_whole: Counter[int]
+
+    def add_to(self, of_parts: list[int], of_wholes: list[int]) -> None:
+        """Add what goes between ranks with parts and those with all; what is there stays there."""
+        sizes, count = self.parts.sizes, self.by_whole.total()
+        everything = sum(sizes.values())
+        for rank, size in sizes.items():
+            of_parts[rank] += size * count
+        for rank, times in self.by_whole.items():
+            own = sizes.get(rank, 0)
+            of_parts[rank] -= own * times
+            of_wholes[rank] += (everything - own) * times
+
+
 class Exchange:
     """Tensors on their way from one layout to another, in one collective.
+
+    Of several ranks that have what is needed, the target itself or else a near one gives it.
 
     Args:
         name: The same on every rank; messages about the collective have it.
         source: Where the values are.
         target: Where they shall be: the same keys, and for each of them boxes of the same tensor.
         ranks: How many ranks the group has.
-        ranks_per_host: Of several ranks that have what is needed, one of the same host sends it.
     """
 
-    def __init__(
-        self, name: str, source: Layout, target: Layout, ranks: int, *, ranks_per_host: int = 1
-    ) -> None:
+    def __init__(self, name: str, source: Layout, target: Layout, ranks: int) -> None:
         if source.keys() != target.keys():
             raise ValueError(
                 f"{name}: the layouts have different tensors: {source.keys() ^ target.keys()}"
             )
-        self.name, self.source, self.target = name, source, target
-        self.ranks, self._per_host = ranks, ranks_per_host
+        self.name, self.source, self.target, self.ranks = name, source, target, ranks
         self._incoming: dict[int, Sequence[Hop]] = {}
         self._outgoing: dict[int, Sequence[Hop]] = {}
 
@@ -65,9 +115,9 @@ class Exchange:
             hops = [
                 Hop(key, box, sender, rank, held.box, needed.box, number, len(senders))
                 for key in self.target
-                for needed, held, box in self._overlaps(key)
-                if rank in needed.ranks
-                for senders in [self._senders(needed, held, rank)]
+                for needed in self.target[key].of_rank(rank)
+                for held, box in self._parts(key, needed, self.source[key])
+                for senders in [self._senders(key, needed, held, rank)]
                 for number, sender in enumerate(senders)
             ]
             self._incoming[rank] = sorted(hops, key=attrgetter("source"))
@@ -79,20 +129,85 @@ class Exchange:
             hops = [
                 Hop(key, box, rank, target, held.box, needed.box, senders.index(rank), len(senders))
                 for key in self.target
-                for needed, held, box in self._overlaps(key)
-                if rank in held.ranks
+                for mine in [self.source[key].of_rank(rank)]
+                if mine
+                for needed in self.target[key]
+                for held, box in self._parts(key, needed, mine)
                 for target in needed.ranks
-                for senders in [self._senders(needed, held, target)]
+                for senders in [self._senders(key, needed, held, target)]
                 if rank in senders
             ]
             self._outgoing[rank] = sorted(hops, key=attrgetter("target"))
         return self._outgoing[rank]
 
+    def givers(self, key: Key, rank: int) -> Sequence[int]:
+        """All ranks that give a rank something of a tensor, in order; itself, if it has some."""
+        held, needed = self.source[key], self.target[key].of_rank(rank)
+        if needed and len(self.target[key]) == 1 and held.has_one_rank_each:
+            return sorted(held.sizes)
+        return sorted(
+            sender
+            for holding in needed
+            for part, _ in self._parts(key, holding, held)
+            for sender in self._senders(key, holding, part, rank)
+        )
+
+    def packed_to(self, rank: int) -> Packing:
+        """What a rank gets from others, in one buffer."""
+        hops = (hop for hop in self.hops_to(rank) if hop.source != rank)
+        return self._packed((hop.source, hop, hop.needed) for hop in hops)
+
+    def packed_from(self, rank: int) -> Packing:
+        """What a rank gives to others, in one buffer."""
+        hops = (hop for hop in self.hops_from(rank) if hop.target != rank)
+        return self._packed((hop.target, hop, hop.held) for hop in hops)
+
+    def _packed(self, hops: Iterable[tuple[int, Hop, Box]]) -> Packing:
+        """Of hops with the other rank, and the box that this rank has or needs."""
+        parts, sizes, start = list[PackedPart](), [0] * self.ranks, 0
+        for rank, hop, own in hops:
+            slices, numel = hop.box.within(own).slices, hop.box.numel
+            parts.append(PackedPart(rank, hop.key, hop.box.sizes, slices, start, numel))
+            sizes[rank] += numel
+            start += numel
+        return Packing(parts, sizes)
+
+    @cached_property
+    def moved(self) -> Moved:
+        """Elements that each rank sends to other ranks and gets from them."""
+        moved = Moved([0] * self.ranks, [0] * self.ranks)
+        # Tensors that lie alike are counted once, by who has all of them: of one side or the other.
+        gathered, scattered = dict[int, _Alike](), dict[int, _Alike]()
+        for key, needed in self.target.items():
+            held = self.source[key]
+            if len(held) == 1 and held.has_one_rank_each:
+                alike = scattered.setdefault(id(needed), _Alike(needed, Counter()))
+                alike.by_whole.update(held[0].ranks)
+            elif len(needed) == 1 and held.has_one_rank_each:
+                alike = gathered.setdefault(id(held), _Alike(held, Counter()))
+                alike.by_whole.update(needed[0].ranks)
+            else:
+                self._count(key, moved)
+        for alike in gathered.values():
+            alike.add_to(moved.sent, moved.got)
+        for alike in scattered.values():
+            alike.add_to(moved.got, moved.sent)
+        return moved
+
+    def _count(self, key: Key, moved: Moved) -> None:
+        """Of any tensor: add what each rank sends and gets."""
+        for needed, held, box in self._overlaps(key):
+            for target in needed.ranks:
+                for sender in self._senders(key, needed, held, target):
+                    if sender != target:
+                        moved.sent[sender] += box.numel
+                        moved.got[target] += box.numel
+
     @cached_property
     def is_silent(self) -> bool:
         """Whether every rank has what it needs."""
         return all(
-            self._senders(needed, held, target) == (target,)
+            self._senders(key, needed, held, target) == (target,)
             for key in self.target
             for needed, held, _ in self._overlaps(key)
             for target in needed.ranks
@@ -158,22 +273,41 @@ class Exchange:
             yield from ((holding, holding, holding.box) for holding in self.source[key])
             return
         for needed in self.target[key]:
-            for held in self.source[key]:
-                box = needed.box.overlap(held.box)
-                if box.numel:
-                    yield needed, held, box
+            for held, box in self._parts(key, needed, self.source[key]):
+                yield needed, held, box
 
-    def _senders(self, needed: Holding, held: Holding, target: int) -> tuple[int, ...]:
-        """One of the sources: the target's own, else one of its host, else they take turns.
+    def _parts(
+        self, key: Key, needed: Holding, held: Iterable[Holding]
+    ) -> Iterator[tuple[Holding, Box]]:
+        """What is held of what is needed."""
+        if len(self.target[key]) == 1:  # all of the tensor
+            yield from ((holding, holding.box) for holding in held)
+            return
+        for holding in held:
+            box = needed.box
+            if len(self.source[key]) > 1:
+                box = box.overlap(holding.box)
+            if box.numel:
+                yield holding, box
+
+    def _senders(self, key: Key, needed: Holding, held: Holding, target: int) -> tuple[int, ...]:
+        """One of the sources: the target's own, else a near one, else they take turns.
 
         Where the target shall have an addend, it sums its share of the addends.
         """
-        own = [source for source in held.sources if target in source]
-        host = target // self._per_host
-        near = own or [source for source in held.sources if source[0] // self._per_host == host]
-        choice = near or held.sources
-        source = choice[needed.ranks.index(target) % len(choice)]
+        source = held.sources[0]
+        if len(held.sources) > 1:
+            own = [source for source in held.sources if target in source]
+            choice = own or self._near(key, held, target) or held.sources
+            source = choice[needed.ranks.index(target) % len(choice)]
+        if len(source) == 1:
+            return source
         together = next(each for each in needed.sources if target in each)
         share = len(source) // len(together)
         first = together.index(target) * share
         return source[first : first + share]
+
+    def _near(self, key: Key, held: Holding, target: int) -> Sequence[tuple[int, ...]]:
+        """The sources that are near a target."""
+        near = self.source[key].near
+        return [each for each in held.sources if near[each[0]] == near[target]] if near else ()

@@ -12,11 +12,12 @@ are all of it. Ranks are places in the group that exchanges.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Self
 
 from samestep.layout.boxes import Box
 
-Key = tuple[int, str]  # index of a parameter, and key of its state; "": the parameter itself
+Key = tuple[int, str]  # index of a parameter or block, and key of its state; "": itself
 
 
 class Holding(NamedTuple):
@@ -31,7 +32,55 @@ class Holding(NamedTuple):
         return tuple(sorted(rank for source in self.sources for rank in source))
 
 
-Layout = Mapping[Key, tuple[Holding, ...]]
+class Holdings(tuple[Holding, ...]):
+    """All holdings of one tensor; tensors that lie alike share one object, and what it has found.
+
+    near: a number by rank, or nothing. Of several ranks with copies those with the number of the
+        rank that asks are preferred, such as its host, or which copy of the whole tensor it is in.
+    """
+
+    near: Sequence[int]
+
+    def __new__(cls, holdings: Iterable[Holding], near: Sequence[int] = ()) -> Self:
+        self = super().__new__(cls, holdings)
+        self.near = near
+        return self
+
+    def of_rank(self, rank: int) -> Sequence[Holding]:
+        """Those that a rank is a source of."""
+        return self._by_rank.get(rank, ())
+
+    def box_of(self, rank: int) -> Box | None:
+        """What a rank holds of a tensor of which no rank has several boxes."""
+        held = self.of_rank(rank)
+        return held[0].box if held else None
+
+    @cached_property
+    def _by_rank(self) -> Mapping[int, Sequence[Holding]]:
+        found: dict[int, list[Holding]] = {}
+        for holding in self:
+            for source in holding.sources:
+                for rank in source:
+                    found.setdefault(rank, []).append(holding)
+        return found
+
+    @cached_property
+    def sizes(self) -> Mapping[int, int]:
+        """Elements by rank, of ranks that hold any."""
+        found: dict[int, int] = {}
+        for holding in self:
+            for source in holding.sources:
+                for rank in source:
+                    found[rank] = found.get(rank, 0) + holding.box.numel
+        return found
+
+    @cached_property
+    def has_one_rank_each(self) -> bool:
+        """Whether no box has copies or addends."""
+        return all(len(sources) == 1 == len(sources[0]) for _, sources in self)
+
+
+Layout = Mapping[Key, Holdings]
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -49,7 +98,13 @@ def addends(box: Box, ranks: Iterable[int]) -> Holding:
     return Holding(box, (tuple(ranks),))
 
 
-def by_box(held: Iterable[tuple[int, Box]]) -> tuple[Holding, ...]:
+def whole_on(shape: Sequence[int], ranks: Iterable[int]) -> Holdings:
+    """Each of the ranks has all of a tensor; nobody does of one without elements."""
+    everything = whole(shape)
+    return Holdings([copies(everything, ranks)] if everything.numel else ())
+
+
+def by_box(held: Iterable[tuple[int, Box]], near: Sequence[int] = ()) -> Holdings:
     """Holdings of one tensor from what each rank has; ranks with the same box have copies.
 
     A mesh with thousands of ranks has one holding for each different box. Empty boxes are left out.
@@ -58,4 +113,4 @@ def by_box(held: Iterable[tuple[int, Box]]) -> tuple[Holding, ...]:
     for rank, box in held:
         if box.numel:
             ranks.setdefault(box, []).append(rank)
-    return tuple(copies(box, of_box) for box, of_box in ranks.items())
+    return Holdings((copies(box, of_box) for box, of_box in ranks.items()), near)

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
-from samestep.plan.block_exchange import ChunkTransfers
+from samestep.plan.block_exchange import Chunk
 from samestep.plan.transfers import BucketTransfers, Transfer
 
 
@@ -196,7 +196,7 @@ class PlacementShape(NamedTuple):
     has_parts: bool = False
     places: tuple[int, ...] = ()  # how late forward uses each bucket
     transfers: tuple[BucketTransfers, ...] = ()
-    chunk_transfers: tuple[ChunkTransfers, ...] = ()
+    chunk_transfers: tuple[Chunk, ...] = ()
     # Of state that stays on the host, in bytes; (): it lies on the device. A rank may have other
     # windows than its peers: nobody else takes part in what they do.
     windows: tuple[tuple[int, ...], ...] = ()  # of each bucket

@@ -18,11 +18,11 @@ from samestep.placements.parts.held_parts import BlockState, HeldParts
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit
 from samestep.plan.block_exchange import (
-    ChunkTransfers,
+    Chunk,
     ExchangePlan,
     Key,
     ShardedSpec,
-    chunk_transfers,
+    chunk_of,
     plan_exchange,
     plan_gather,
 )
@@ -69,21 +69,20 @@ class BlockExchange:
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
         """Who owns which block, as text."""
         lines = []
-        for number, chunk in enumerate(self.plan.chunks):
-            for route in chunk:
-                senders = [part.rank for part in route.parts if part.sent]
-                lines.append(
-                    f"chunk {number}: block {route.number} of {specs[route.param].name} from "
-                    f"{senders} on {route.owner}"
-                )
+        for number, chunk in enumerate(self.shape.chunk_transfers):
+            for place, route in enumerate(chunk.routes):
+                what = f"chunk {number}: block {route.number} of {specs[route.param].name}"
+                for owner in route.owners:
+                    senders = list(chunk.collection.givers((place, ""), owner))
+                    lines.append(f"{what} from {senders} on {owner}")
         return lines
 
     def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
         held = self._held
         chunks = [
-            (BlockMoves(transfers, chunk, held.group, held.device), held.held_parts(chunk))
-            for transfers, chunk in zip(self.shape.chunk_transfers, self.plan.chunks, strict=True)
+            (BlockMoves(chunk, held.group, held.device), held.held_parts(chunk.routes))
+            for chunk in self.shape.chunk_transfers
         ]
         self._stages = [PlainStages(*chunk) for chunk in chunks]
         if missing(held.device) is None:
@@ -170,7 +169,7 @@ def planned(
 
 
 def shape_of(
-    transfers: tuple[ChunkTransfers, ...],
+    transfers: tuple[Chunk, ...],
     distribution: Distribution,
     specs: Sequence[ParamSpec],
     ranks: int,
@@ -193,7 +192,7 @@ def transfers_of(
     ranks: int,
     distribution: Distribution,
     device: torch.device,
-) -> tuple[ChunkTransfers, ...]:
+) -> tuple[Chunk, ...]:
     """What each chunk of a plan sends."""
     gives_back = distribution.muon_schedule == "parallel"
     found = []
@@ -204,9 +203,7 @@ def transfers_of(
             specs[route.param].state_of_blocks[route.number] if gives_back else 0 for route in chunk
         ]
         found.append(
-            chunk_transfers(
-                number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back
-            )
+            chunk_of(number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back)
         )
     return tuple(found)
 

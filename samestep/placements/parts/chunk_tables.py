@@ -30,7 +30,7 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.splits import Form
 from samestep.placements.parts.block_stages import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
-from samestep.plan.block_exchange import Key, Route
+from samestep.plan.block_exchange import OF_WHOLE, Route
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
@@ -48,27 +48,28 @@ class OwnedBlocks(NamedTuple):
     """Blocks of one shape and form that this rank owns, one after the other in the buffer."""
 
     size: Size
-    routes: list[Route]
+    places: list[int]  # in the chunk
+    block: Block  # any of them
     begin: int
     states: list[State]  # of whole blocks
-    places: Tensor  # of their parameters among the gradients
+    params: Tensor  # places of their parameters among the gradients
     matrices: list[list[State]]  # of each block with a form those of its matrices; else nothing
 
     @property
     def form(self) -> Form | None:
-        return self.routes[0].block.form
+        return self.block.form
 
     @property
     def stop(self) -> int:
         """Where the last one ends."""
-        return self.begin + len(self.routes) * self.size.rows * self.size.cols
+        return self.begin + len(self.places) * self.size.rows * self.size.cols
 
 
 class _Owned(NamedTuple):
     """Where a block that this rank owns is: which job, and which one of its blocks."""
 
     job: int
-    place: int
+    turn: int
 
 
 class DirectedPart(NamedTuple):
@@ -91,22 +92,22 @@ class ChunkTables:
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
-        _require_rectangles(moves.chunk)
-        for route in moves.chunk:  # of all ranks, which must decide alike
+        _require_rectangles(moves.routes)
+        for route in moves.routes:  # of all ranks, which must decide alike
             if route.block.form is not None and is_small(held.specs[route.param].stored):
                 raise NotRowsError  # its matrices may share scales along rows
         self.moves, self._device, self._places = moves, held.device, places
-        self.sent = sum(moves.to.outgoing)
+        self.sent = sum(moves.out.sizes)
         self.batches = self._owned_batches(held)
         self._jobs = [job for _, jobs in self.batches for job in jobs]
         self.size = self._jobs[-1].stop if self._jobs else self.sent  # of the buffer
         self._owned = {
-            route.key: _Owned(number, place)
+            place: _Owned(number, turn)
             for number, job in enumerate(self._jobs)
-            for place, route in enumerate(job.routes)
+            for turn, place in enumerate(job.places)
         }
         sizes = [_size(part.route, _lengths(part.in_block)) for part in mine]
-        came = {item.key: item.start for item in moves.back.into} if gives_back else {}
+        came = {p.key[0]: p.start for p in moves.into_back.parts if p.key[1] != OF_WHOLE}
         self.parts = [
             DirectedPart(part, size, self._source(part, size, came))
             for part, size in zip(mine, sizes, strict=True)
@@ -116,78 +117,81 @@ class ChunkTables:
         self.packing = self._moves_back() if gives_back else None
         self.steps = self._step_launches(held)
 
-    def whole_state(self, key: Key) -> State:
+    def whole_state(self, place: int) -> State:
         """That of a block that this rank owns."""
-        own = self._owned[key]
-        return self._jobs[own.job].states[own.place]
+        own = self._owned[place]
+        return self._jobs[own.job].states[own.turn]
 
     def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[OwnedBlocks]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
-        mine = [route for route in self.moves.chunk if route.owner == held.group.rank]
         alike = _by(
-            mine,
-            lambda route: (
-                held.specs[route.param].group,
-                *(route.block[2:] if route.block.form else sorted(route.block.shape)),
+            self.moves.owned,
+            lambda own: (
+                held.specs[own[1].param].group,
+                *(own[1].block[2:] if own[1].block.form else sorted(own[1].block.shape)),
             ),
         )
         begin, batches = self.sent, []
-        for routes in alike:
+        for owned in alike:
             jobs = []
-            routes.sort(key=lambda route: route.block.rows)
-            for _, same in groupby(routes, key=lambda route: route.block.rows):
-                members = list(same)
+            owned.sort(key=lambda own: own[1].block.rows)
+            for _, same in groupby(owned, key=lambda own: own[1].block.rows):
+                places, routes = map(list, zip(*same, strict=True))
                 begin = -(-begin // ROOM) * ROOM
-                places = torch.tensor([self._places[route.param] for route in members])
-                size, states = Size(*members[0].block.shape), list(map(held.whole_state, members))
+                block, states = routes[0].block, list(map(held.whole_state, routes))
+                params = torch.tensor([self._places[route.param] for route in routes])
                 matrices = []
-                if members[0].block.form is not None:
-                    matrices = list(map(held.states_of_matrices, members))
+                if block.form is not None:
+                    matrices = list(map(held.states_of_matrices, routes))
                 jobs.append(
-                    OwnedBlocks(size, members, begin, states, places.to(self._device), matrices)
+                    OwnedBlocks(
+                        Size(*block.shape),
+                        places,
+                        block,
+                        begin,
+                        states,
+                        params.to(self._device),
+                        matrices,
+                    )
                 )
                 begin = jobs[-1].stop
-            batches.append((held.specs[routes[0].param].group, jobs))
+            batches.append((held.specs[owned[0][1].param].group, jobs))
         return batches
 
-    def _route(self, key: Key) -> Route:
-        own = self._owned[key]
-        return self._jobs[own.job].routes[own.place]
-
-    def _in_buffer(self, key: Key, first: tuple[int, int]) -> Rows:
+    def _in_buffer(self, place: int, first: tuple[int, int]) -> Rows:
         """Rows of a block that this rank owns, from some row and column on."""
-        own = self._owned[key]
+        own = self._owned[place]
         job = self._jobs[own.job]
         rows, cols = job.size
-        return Rows(job.begin + own.place * rows * cols + first[0] * cols + first[1], cols)
+        return Rows(job.begin + own.turn * rows * cols + first[0] * cols + first[1], cols)
 
-    def _in_directions(self, key: Key, first: tuple[int, int]) -> SourceRows:
+    def _in_directions(self, place: int, first: tuple[int, int]) -> SourceRows:
         """The same among the directions, which are padded, and turned if the block is tall.
 
         Of a block with a form they lie as it does.
         """
-        own = self._owned[key]
+        own = self._owned[place]
         rows, cols = self._jobs[own.job].size
         if self._jobs[own.job].form is not None:
-            begin = own.place * rows * cols + first[0] * cols + first[1]
+            begin = own.turn * rows * cols + first[0] * cols + first[1]
             return SourceRows(own.job, begin, cols, False)
         short, long = sorted((padded(rows), padded(cols)))
         tall = rows > cols
         along = first[1] * long + first[0] if tall else first[0] * long + first[1]
-        return SourceRows(own.job, own.place * short * long + along, long, tall)
+        return SourceRows(own.job, own.turn * short * long + along, long, tall)
 
     def _momentum_launches(
         self, held: HeldParts, grad_dtypes: Sequence[torch.dtype]
     ) -> list[tuple[int, MomentumOfParts]]:
-        sent: dict[Key, list[int]] = {}
-        for item in self.moves.to.out:
-            sent.setdefault(item.key, []).append(item.start)
+        sent: dict[int, list[int]] = {}
+        for packed in self.moves.out.parts:
+            sent.setdefault(packed.key[0], []).append(packed.start)
         found, copies = [], []
         for part, size, _ in self.parts:
-            index, key = part.route.param, part.route.key
-            goes_to = [Rows(start, size.cols) for start in sent.get(key, [])]
-            if key in self._owned:
-                goes_to.insert(0, self._in_buffer(key, _first(part.route, part.in_block, size)))
+            index, place = part.route.param, part.place
+            goes_to = [Rows(start, size.cols) for start in sent.get(place, [])]
+            if place in self._owned:
+                goes_to.insert(0, self._in_buffer(place, _first(part.route, part.in_block, size)))
             copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
             local = torch.empty(held.value_of(index).shape, device="meta")
             grad = _matrix(local[part.here], size)
@@ -226,31 +230,30 @@ class ChunkTables:
     def _moves_into_blocks(self) -> Moves | None:
         """Parts that came, to their places in the blocks."""
         found = []
-        for item in self.moves.to.into:
-            assert item.sizes is not None
-            route = self._route(item.key)
-            size = _size(route, item.sizes)
-            to = self._in_buffer(item.key, _first(route, item.slices, size))
-            found.append(Move(size, SourceRows(0, item.start, size.cols), to))
+        for _, (place, _), sizes, slices, start, _ in self.moves.into.parts:
+            route = self.moves.routes[place]
+            size = _size(route, sizes)
+            to = self._in_buffer(place, _first(route, slices, size))
+            found.append(Move(size, SourceRows(0, start, size.cols), to))
         return Moves(found, self._device) if found else None
 
     def _moves_back(self) -> Moves | None:
         """Parts of directions, to their places in the buffer that goes back."""
         found = []
-        for item in self.moves.back.out:
-            if item.sizes is not None:
-                route = self._route(item.key)
-                size = _size(route, item.sizes)
-                source = self._in_directions(item.key, _first(route, item.slices, size))
-                found.append(Move(size, source, Rows(item.start, size.cols)))
+        for _, (place, what), sizes, slices, start, _ in self.moves.out_back.parts:
+            if what != OF_WHOLE:
+                route = self.moves.routes[place]
+                size = _size(route, sizes)
+                source = self._in_directions(place, _first(route, slices, size))
+                found.append(Move(size, source, Rows(start, size.cols)))
         return Moves(found, self._device) if found else None
 
-    def _source(self, part: HeldPart, size: Size, came: dict[Key, int]) -> SourceRows:
+    def _source(self, part: HeldPart, size: Size, came: dict[int, int]) -> SourceRows:
         """Where the direction of a part is: among this rank's own, or in what came, the last."""
-        key = part.route.key
-        if key in self._owned:
-            return self._in_directions(key, _first(part.route, part.in_block, size))
-        return SourceRows(len(self._jobs), came[key], size.cols)
+        place = part.place
+        if place in self._owned:
+            return self._in_directions(place, _first(part.route, part.in_block, size))
+        return SourceRows(len(self._jobs), came[place], size.cols)
 
     def _step_launches(self, held: HeldParts) -> list[tuple[int, StepOfParts]]:
         found = []
@@ -362,9 +365,9 @@ def _require_rectangles(chunk: Iterable[Route]) -> None:
     All ranks must decide alike, or copies of a part would be rounded in different ways.
     """
     kinds = {
-        (route.box.sizes, part.in_block.sizes, _size(route, part.in_block.sizes), route.block.cols)
+        (route.box.sizes, box.sizes, _size(route, box.sizes), route.block.cols)
         for route in chunk
-        for part in route.parts
+        for box, _ in route.held
     }
     for sizes, of_part, size, cols in kinds:
         _in_block(sizes, tuple(slice(length) for length in of_part), size, cols)

@@ -28,6 +28,7 @@ Slices = tuple[slice, ...]
 class HeldPart(NamedTuple):
     """What this rank holds of a block: where it is in the local tensors, and in the block."""
 
+    place: int  # of the block in its chunk
     route: Route
     here: Slices
     in_block: Slices
@@ -98,16 +99,13 @@ class HeldParts:
         return self.specs[index].stored[key].per is None
 
     def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
-        """Every block of a chunk of which this rank holds a part, once."""
-        rank, blocks, found = self.group.rank, dict[Key, Route](), []
-        for route in chunk:
-            blocks.setdefault(route.key, route)
-        for route in blocks.values():
-            box = self.boxes[route.param].boxes[rank]
-            for part in route.parts:
-                if part.rank == rank:
-                    here = part.in_param.within(box).slices
-                    found.append(HeldPart(route, here, part.in_block.slices))
+        """Every block of a chunk of which this rank holds a part."""
+        rank, found = self.group.rank, []
+        for place, route in enumerate(chunk):
+            part = route.held.box_of(rank)
+            if part is not None:
+                here = part.shifted(route.box).within(self.boxes[route.param].boxes[rank])
+                found.append(HeldPart(place, route, here.slices, part.slices))
         return found
 
     def answers_for(self, index: int) -> bool:

@@ -18,6 +18,7 @@ from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.placements.parts.block_stages import BlockMoves
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
+from samestep.plan.block_exchange import OF_WHOLE
 from samestep.rules.state import State
 from samestep.rules.stored import STEP
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
@@ -102,7 +103,7 @@ class KernelStages:
                 GivenBlocks(
                     out[job.begin : job.stop].view(-1, *job.size),
                     job.states,
-                    None if writes is None or not job.states[0] else writes[job.places],
+                    None if writes is None or not job.states[0] else writes[job.params],
                 )
                 for job in jobs
             ]
@@ -116,7 +117,7 @@ class KernelStages:
             return
         writes = self._step.grads.writes
         counts = Table([[state[STEP].view(()) for state in job.states]])
-        count_step(counts, None if writes is None else writes[job.places], step)
+        count_step(counts, None if writes is None else writes[job.params], step)
 
     def _finished(
         self, given: GivenBlocks, directions: Tensor, group: int, math: GroupMaths
@@ -137,7 +138,7 @@ class KernelStages:
         blocks = out[job.begin : job.stop].view(-1, *job.size)
         result = torch.empty_like(blocks, dtype=self._tables.moves.dtype)
         writes, step = self._step.grads.writes, self._step.of_group(group, math)[1]
-        shapes = job.routes[0].block.matrices
+        shapes = job.block.matrices
         for shape in dict.fromkeys(shapes):
             alike = [number for number, other in enumerate(shapes) if other == shape]
             values = [job.form.views(blocks)[number].reshape(-1, *shape) for number in alike]
@@ -145,7 +146,7 @@ class KernelStages:
             given = GivenBlocks(
                 torch.cat(values),
                 states,
-                None if writes is None or not states[0] else writes[job.places].repeat(len(alike)),
+                None if writes is None or not states[0] else writes[job.params].repeat(len(alike)),
             )
             (found,) = orthogonalized([(given, None)], step)
             directions = self._finished(given, found, group, math)
@@ -159,18 +160,17 @@ class KernelStages:
 
     def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
-        way, buffer = self._tables.moves.back, self._tables.moves.nothing
-        if way.out:
-            buffer = buffer.new_empty(sum(way.outgoing))
+        moves = self._tables.moves
+        buffer = moves.nothing.new_empty(sum(moves.out_back.sizes))
         if self._tables.packing is not None:
             self._tables.packing.run_(self._directions, buffer)
-        for item in way.out:
-            if item.beside:
-                state = self._tables.whole_state(item.key)
-                extra = torch.cat([tensor.reshape(-1) for tensor in state.values()])
-                begin = item.start + item.numel
-                buffer[begin : begin + item.beside] = self._tables.moves.packed_beside(extra)
-        self._tables.moves.send_back(buffer)
+        for part in moves.out_back.parts:
+            place, what = part.key
+            if what == OF_WHOLE:
+                own = self._tables.whole_state(place)
+                state = torch.cat([tensor.reshape(-1) for tensor in own.values()])
+                buffer[part.start : part.start + part.numel] = moves.packed_state(state)
+        moves.send_back(buffer)
 
     def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
         """Step in the directions, on the parts held here."""
@@ -190,13 +190,11 @@ class KernelStages:
     def _put_whole_states(self, held: HeldParts, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
         moves = self._tables.moves
-        if any(item.beside for item in moves.back.into):
-            routes = {route.key: route for route in moves.chunk}
-            for item in moves.back.into:
-                if item.beside:
-                    begin = item.start + item.numel
-                    extra = moves.beside(received[begin : begin + item.beside])
-                    held.put_whole_state(routes[item.key], extra)
+        for part in moves.into_back.parts:
+            place, what = part.key
+            if what == OF_WHOLE:
+                state = moves.state(received[part.start : part.start + part.numel])
+                held.put_whole_state(moves.routes[place], state)
 
 
 def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
@@ -214,7 +212,7 @@ class SpreadBlocks:
     ) -> None:
         self._chunks = chunks
         self._gives_back = gives_back
-        self._params = sorted({route.param for moves, _ in chunks for route in moves.chunk})
+        self._params = sorted({route.param for moves, _ in chunks for route in moves.routes})
         self._places = {param: place for place, param in enumerate(self._params)}
         self._known: _Known | None = None
         self._tables: dict[int, ChunkTables | None] = {}
@@ -236,7 +234,7 @@ class SpreadBlocks:
                 self._known.grad_dtypes, self._tables = self._step.dtypes, {}
         moves, mine = self._chunks[number]
         if number not in self._groups:
-            self._groups[number] = {held.specs[route.param].group for route in moves.chunk}
+            self._groups[number] = {held.specs[route.param].group for route in moves.routes}
         if not all(self._step.can_run(group, math) for group in self._groups[number]):
             return None
         if number not in self._tables:

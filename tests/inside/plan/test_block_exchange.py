@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from samestep.layout.blocks import blocks_of
 from samestep.layout.boxes import Cut, all_boxes, replicas
 from samestep.layout.owners import busiest_lower_bound
-from samestep.plan.block_exchange import ShardedSpec, block_box, plan_exchange
+from samestep.plan.block_exchange import (
+    OF_WHOLE,
+    ExchangePlan,
+    ShardedSpec,
+    block_box,
+    chunk_of,
+    plan_exchange,
+    plan_gather,
+)
 from samestep.rules.orthogonalize import orthogonalize_flops
 from tests.soak import SOAK
 
@@ -38,51 +46,94 @@ def cases(draw):
     return specs, mesh
 
 
-@given(cases(), st.integers(1, 200), st.sampled_from(["balanced", "cyclic"]))
+def chunks_of(plan, ranks, extra=0, gives_back=True):
+    """Of a plan, with so many elements that belong to all of a block, in float64."""
+    dtypes = {"dtype": torch.float32, "wide": torch.float64}
+    return [
+        chunk_of(n, routes, [extra] * len(routes), ranks, gives_back=gives_back, **dtypes)
+        for n, routes in enumerate(plan.chunks)
+    ]
+
+
+@given(cases(), st.integers(1, 200), st.sampled_from(["balanced", "cyclic", None]))
 def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, size, owners):
     specs, mesh = case
-    ranks = torch.Size(mesh).numel()
-    plan = plan_exchange(specs, ranks, chunk_elements=size, owners=owners)
+    ranks, gives_back = torch.Size(mesh).numel(), owners is not None
+    plan = plan_gather(specs, ranks, chunk_elements=size)
+    if gives_back:
+        plan = plan_exchange(specs, ranks, chunk_elements=size, owners=owners)
     seen = set()
-    for chunk in plan.chunks:
-        for route in chunk:
+    for chunk in chunks_of(plan, ranks, gives_back=gives_back):
+        for place, route in enumerate(chunk.routes):
             spec = specs[route.param]
-            assert (route.param, route.number) not in seen
-            seen.add((route.param, route.number))
-            arrived = torch.zeros(route.box.sizes, dtype=torch.int64)
-            held = [torch.zeros(spec.shape, dtype=torch.int64) for _ in range(ranks)]
-            for part in route.parts:
-                assert part.in_param.sizes == part.in_block.sizes
-                held[part.rank][part.in_param.slices] += 1
-                if part.sent:
-                    arrived[part.in_block.slices] += 1
-            assert arrived.eq(1).all()
+            assert route.key not in seen
+            seen.add(route.key)
+            assert len(route.owners) == (1 if gives_back else ranks)
+            for owner in route.owners:
+                arrived = torch.zeros(route.box.sizes, dtype=torch.int64)
+                for hop in chunk.collection.hops_to(owner):
+                    if hop.key == (place, ""):
+                        arrived[hop.box.slices] += 1
+                assert arrived.eq(1).all()
             for rank, box in enumerate(spec.boxes):
+                held = torch.zeros(spec.shape, dtype=torch.int64)
+                for hop in chunk.giving_back.hops_to(rank) if gives_back else ():
+                    if hop.key == (place, ""):
+                        held[hop.box.shifted(route.box).slices] += 1
                 expected = torch.zeros(spec.shape, dtype=torch.int64)
                 expected[block_box(route.block, spec.shape).overlap(box).slices] = 1
-                assert torch.equal(held[rank], expected)
+                assert torch.equal(held, expected) or not gives_back
+                mine = route.held.box_of(rank)
+                assert (mine.numel if mine else 0) == expected.sum()
     assert len(seen) == sum(len(spec.blocks) for spec in specs)
+
+
+@given(cases(), st.integers(0, 3))
+def test_what_belongs_to_a_whole_block_goes_to_all_ranks(case, extra):
+    specs, mesh = case
+    ranks = torch.Size(mesh).numel()
+    plan = plan_exchange(specs, ranks, chunk_elements=50)
+    for chunk in chunks_of(plan, ranks, extra):
+        for rank in range(ranks):
+            got = [h for h in chunk.giving_back.hops_to(rank) if h.key[1] == OF_WHOLE]
+            assert all(hop.box.sizes == (2 * extra,) for hop in got)  # of float64 in float32
+            owners = [(place, *route.owners) for place, route in enumerate(chunk.routes) if extra]
+            assert sorted((hop.key[0], hop.source) for hop in got) == owners
+            assert chunk.to.sizes[rank] == sum(chunk.collection.packed_from(rank).sizes)
+            assert chunk.back.incoming[rank] == sum(chunk.giving_back.packed_to(rank).sizes)
 
 
 def test_copies_that_are_near_the_owner_are_sent():
     """Two replicas of two shards: traffic stays in the owner's replica."""
     specs = [sharded(f"m{i}", (8, 8), (2, 2), [Cut(None), Cut(0)]) for i in range(8)]
     plan = plan_exchange(specs, 4, chunk_elements=1)
-    for chunk in plan.chunks:
-        assert sorted(route.owner for route in chunk) == [0, 1, 2, 3]
-        for route in chunk:
-            senders = [part.rank for part in route.parts if part.sent]
-            assert route.owner in senders
-            assert {rank // 2 for rank in senders} == {route.owner // 2}
-            assert [part.rank for part in route.parts] == [0, 1, 2, 3]
+    for chunk in chunks_of(plan, 4):
+        assert sorted(owner for route in chunk.routes for owner in route.owners) == [0, 1, 2, 3]
+        for place, route in enumerate(chunk.routes):
+            (owner,) = route.owners
+            senders = chunk.collection.givers((place, ""), owner)
+            assert owner in senders
+            assert {rank // 2 for rank in senders} == {owner // 2}
+            assert sorted(route.held.sizes) == [0, 1, 2, 3]
+
+
+def test_an_owner_that_holds_nothing_hears_the_ranks_of_its_copy():
+    """Of a matrix of one row two ranks have copies, and the others have no shard of it."""
+    (route,) = plan_exchange(
+        [sharded("m", (1, 8), (2, 2), [Cut(None), Cut(0)])], 4, chunk_elements=1
+    ).chunks[0]
+    route = route._replace(owners=(3,))
+    (chunk,) = chunks_of(ExchangePlan(((route,),)), 4)
+    assert chunk.collection.givers((0, ""), 3) == [2]
 
 
 def test_whole_experts_stay_where_they_are():
     spec = sharded("experts", (8, 6, 4), (4,), [Cut(0)])
     plan = plan_exchange([spec], 4, chunk_elements=1)
-    routes = [route for chunk in plan.chunks for route in chunk]
-    assert not any(route.travels for route in routes)
-    assert {route.number: route.owner for route in routes} == {i: i // 2 for i in range(8)}
+    chunks = chunks_of(plan, 4)
+    assert all(chunk.collection.is_silent and chunk.giving_back.is_silent for chunk in chunks)
+    owners = {route.number: route.owners for chunk in chunks for route in chunk.routes}
+    assert owners == {i: (i // 2,) for i in range(8)}
 
 
 MODELS = {
@@ -107,5 +158,5 @@ def test_the_busiest_owner_is_near_the_bound(model, ranks):
     for chunk in plan.chunks:
         for route in chunk:
             flops.append(orthogonalize_flops(route.block.rows, route.block.cols))
-            work[route.owner] += flops[-1]
+            work[route.owners[0]] += flops[-1]
     assert max(work) <= 1.05 * busiest_lower_bound(flops, ranks)

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.layout.boxes import Box, Cut, all_boxes
-from samestep.plan.block_exchange import plan_exchange, plan_gather
 from samestep.plan.exchanges import Exchange
-from samestep.plan.layouts import Holding, addends, by_box, copies, whole
+from samestep.plan.layouts import Holding, Holdings, addends, by_box, whole, whole_on
 from samestep.plan.sharding import Bucket, ParamSpec, ShardingPlan, plan_sharding
 from tests.inside.plan import compared
-from tests.inside.plan.test_block_exchange import sharded
 
 KEY = (0, "")
 MESH = (2, 3)
@@ -35,7 +33,7 @@ def holdings(draw, shape, *, summed):
     for rank, box in enumerate(boxes):
         if box.numel:
             lines.setdefault(box, {}).setdefault(rank % MESH[1], []).append(rank)
-    return tuple(Holding(box, tuple(map(tuple, own.values()))) for box, own in lines.items())
+    return Holdings(Holding(box, tuple(map(tuple, own.values()))) for box, own in lines.items())
 
 
 @st.composite
@@ -61,10 +59,11 @@ def contributions(shape, source):
     return values, held
 
 
-@given(cases(), st.sampled_from([1, 2, 3]))
+@given(cases(), st.sampled_from([0, 1, 2, 3]))
 def test_every_rank_gets_what_it_needs(case, per_host):
     shape, source, target = case
-    exchange = Exchange("e", {KEY: source}, {KEY: target}, RANKS, ranks_per_host=per_host)
+    hosts = [rank // per_host for rank in range(RANKS)] if per_host else ()
+    exchange = Exchange("e", {KEY: Holdings(source, hosts)}, {KEY: target}, RANKS)
     values, held = contributions(shape, source)
     travelled = 0
     for rank in range(RANKS):
@@ -77,6 +76,9 @@ def test_every_rank_gets_what_it_needs(case, per_host):
             needed[hop.needed][hop.box.within(hop.needed).slices] += piece
             written[hop.needed][hop.box.within(hop.needed).slices] += hop.number == hop.addends - 1
             assert hop in exchange.hops_from(hop.source)
+            sources = next(each.sources for each in source if each.box == hop.held)
+            own = [ranks for ranks in sources if rank in ranks]
+            assert not own or hop.source in own[0]  # it has what it needs
             travelled += hop.source != rank
         for box, found in needed.items():
             assert found.equal(values[box.slices])
@@ -84,12 +86,41 @@ def test_every_rank_gets_what_it_needs(case, per_host):
     assert exchange.is_silent == (travelled == 0)
     sent = sum(len([h for h in exchange.hops_from(r) if h.target != r]) for r in range(RANKS))
     assert sent == travelled
+    for rank in range(RANKS):
+        out, into = exchange.packed_from(rank), exchange.packed_to(rank)
+        assert exchange.moved.sent[rank] == sum(out.sizes) == sum(p.numel for p in out.parts)
+        assert exchange.moved.got[rank] == sum(into.sizes) == sum(p.numel for p in into.parts)
+        for other in range(RANKS):  # both have the same order
+            theirs = [p.sizes for p in exchange.packed_to(other).parts if p.rank == rank]
+            assert [p.sizes for p in out.parts if p.rank == other] == theirs
+        known = {h.source for h in exchange.hops_to(rank)}
+        assert known == set(exchange.givers(KEY, rank))
+
+
+@given(st.lists(cases(), min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_tensors_that_lie_alike_are_counted_as_often_as_there_are(some, random):
+    """Whole on one rank or on several, on either side, as blocks are."""
+    pairs = []
+    for shape, source, _ in some:
+        source = by_box((rank, each.box) for each in source for rank in each.ranks)
+        for _ in range(random.randrange(1, 4)):
+            ranks = random.sample(range(RANKS), random.choice([1, 1, 2, RANKS]))
+            pairs.append((source, whole_on(shape, ranks)))
+            if random.random() < 0.5:
+                pairs[-1] = pairs[-1][::-1]
+    random.shuffle(pairs)
+    layouts = [{(n, ""): pair[side] for n, pair in enumerate(pairs)} for side in (0, 1)]
+    exchange = Exchange("e", *layouts, RANKS)
+    for rank in range(RANKS):
+        assert exchange.moved.sent[rank] == exchange.elements_sent(rank) or exchange.is_gather
+        assert exchange.moved.sent[rank] == sum(exchange.packed_from(rank).sizes)
+        assert exchange.moved.got[rank] == sum(exchange.packed_to(rank).sizes)
 
 
 @given(cases())
 def test_a_gather_gives_every_box_once(case):
     shape, source, _ = case
-    to_all = (copies(whole(shape), range(RANKS)),)
+    to_all = whole_on(shape, range(RANKS))
     exchange = Exchange("e", {KEY: source}, {KEY: to_all}, RANKS)
     if any(len(ranks) > 1 for each in source for ranks in each.sources):
         assert not exchange.is_gather
@@ -110,21 +141,20 @@ def test_ranks_with_copies_take_turns():
     halves = [Box((0,), (4,)), Box((4,), (4,))]
     keys = [(number, "") for number in range(4)]
     source = dict.fromkeys(keys, by_box((rank, halves[rank % 2]) for rank in range(4)))
-    target = dict.fromkeys(keys, (copies(whole((8,)), range(4)),))
+    target = dict.fromkeys(keys, whole_on((8,), range(4)))
     exchange = Exchange("e", source, target, 4)
     assert list(exchange.segments) == [8, 8, 8, 8]
     assert [exchange.elements_sent(rank) for rank in range(4)] == [24] * 4
 
 
 def test_of_several_copies_the_one_on_the_same_host_is_sent():
-    box = whole((8,))
-    source, target = {KEY: (copies(box, [0, 2]),)}, {KEY: (copies(box, [1, 3]),)}
-    exchange = Exchange("e", source, target, 4, ranks_per_host=2)
+    source = Holdings(whole_on((8,), [0, 2]), near=[0, 0, 1, 1])
+    exchange = Exchange("e", {KEY: source}, {KEY: whole_on((8,), [1, 3])}, 4)
     assert [hop.source for rank in (1, 3) for hop in exchange.hops_to(rank)] == [0, 2]
 
 
 def test_a_layout_of_other_tensors_is_refused():
-    some = (copies(whole((8,)), [0]),)
+    some = whole_on((8,), [0])
     with pytest.raises(ValueError, match="different tensors"):
         Exchange("e", {KEY: some}, {(1, ""): some}, 1)
 
@@ -132,7 +162,8 @@ def test_a_layout_of_other_tensors_is_refused():
 def test_sums_keep_the_order_of_ranks():
     box = whole((4,))
     order = [3, 1, 0, 2]
-    exchange = Exchange("e", {KEY: (addends(box, order),)}, {KEY: (copies(box, [1]),)}, 4)
+    source = Holdings([addends(box, order)])
+    exchange = Exchange("e", {KEY: source}, {KEY: whole_on((4,), [1])}, 4)
     assert {hop.source: hop.number for hop in exchange.hops_to(1)} == {3: 0, 1: 1, 0: 2, 2: 3}
 
 
@@ -155,18 +186,6 @@ def test_a_bucket_that_counts_wrong_is_seen():
     plan = ShardingPlan((spec,), 2, (Bucket(bucket.dtype, (first, twice)),))
     with pytest.raises(AssertionError):
         compared.compare_buckets(plan, 2)
-
-
-@pytest.mark.parametrize("planner", [plan_exchange, plan_gather])
-def test_blocks_are_exchanges(planner):
-    cuts = [[Cut(0), Cut(1)], [Cut(None), Cut(0)], [Cut(0), Cut(None)]]
-    specs = [sharded(f"p{i}", (6, 10), MESH, of_mesh, [4, 2]) for i, of_mesh in enumerate(cuts)]
-    plan = planner(specs, RANKS, chunk_elements=64)
-    compared.compare_blocks(plan, RANKS)
-    (route, *others), *chunks = plan.chunks
-    unsent = route._replace(parts=type(route.parts)(p._replace(sent=False) for p in route.parts))
-    with pytest.raises(AssertionError):  # a part that nobody sends is seen
-        compared.compare_blocks(plan._replace(chunks=((unsent, *others), *chunks)), RANKS)
 
 
 def test_thousands_of_ranks_have_a_holding_for_each_different_box():

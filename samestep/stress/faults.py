@@ -333,6 +333,11 @@ class Running:
         limit = START_S if self._fault is None else self.asked.timeout + WITHIN_S
         return set(self.asked.to_tell) <= self._ended.keys() or now - since > limit + 2.0
 
+    @property
+    def reached_fault(self) -> bool:
+        """Whether a rank has gone wrong yet."""
+        return self._fault is not None
+
     def result(self) -> FaultResult:
         """End what is left, and judge."""
         for process in self._ranks:
@@ -398,14 +403,15 @@ def run_faults(
     """Run cases, so many beside each other.
 
     On a GPU kernels are compiled first, by ranks that do nothing wrong: in a case it would count
-    towards the time-out.
+    towards the time-out. A case whose ranks did not come as far as the fault, since their start
+    took longer than the time-out, shows nothing of it, and is run once more after the others.
     """
     if asked and asked[0].backend == "nccl":
         first = Running(Asked(NO_FAULT, "zero2", 2, "nccl", START_S))
         while not first.look():
             time.sleep(POLL_S)
         first.result()
-    left, running = list(asked), list[Running]()
+    left, running, again = list(asked), list[Running](), set[Asked]()
     try:
         while left or running:
             while left and len(running) < lanes:
@@ -413,7 +419,12 @@ def run_faults(
             for case in list(running):
                 if case.look():
                     running.remove(case)
-                    on_result(case.result())
+                    result = case.result()
+                    if case.reached_fault or case.asked in again:
+                        on_result(result)
+                    else:
+                        again.add(case.asked)
+                        left.append(case.asked)
             time.sleep(POLL_S)
     finally:
         for case in running:

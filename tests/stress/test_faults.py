@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import tempfile
 from multiprocessing import forkserver
+from typing import ClassVar
 
 import pytest
 
 from samestep import cli
+from samestep.stress import faults
 from samestep.stress.faults import FAULTS, LAYOUTS, Asked, FaultResult, Report, cases, run_faults
 from tests.limits import limit
 from tests.ranks import run_forked
@@ -45,6 +47,39 @@ def test_every_fault_is_tried_in_every_layout() -> None:
     found = cases(tuple(FAULTS), tuple(LAYOUTS), 2, "gloo", 5.0)
     assert len(found) == len(FAULTS) * len(LAYOUTS)
     assert {each.world for each in found if each.layout == "tp_fsdp2"} == {4}
+
+
+class Started:
+    """A case in place of its processes; those of `slow` end before the fault, so often."""
+
+    slow: ClassVar[dict[str, int]] = {}
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.started.append(asked.fault)
+        self.reached_fault = self.started.count(asked.fault) > self.slow.get(asked.fault, 0)
+
+    def look(self) -> bool:
+        return True
+
+    def result(self) -> FaultResult:
+        return FaultResult(*self.asked, passed=self.reached_fault)
+
+
+def test_case_that_does_not_come_to_its_fault_is_run_once_more(monkeypatch) -> None:
+    monkeypatch.setattr(faults, "Running", Started)
+    monkeypatch.setattr(faults, "POLL_S", 0.0)
+    monkeypatch.setattr(Started, "slow", {"kill": 1, "stop": 9})
+    monkeypatch.setattr(Started, "started", [])
+    found: list[FaultResult] = []
+    run_faults(cases(("kill", "stop", "skip"), ("zero2",), 2, "gloo", 5.0), 1, found.append)
+    assert Started.started == ["kill", "stop", "skip", "kill", "stop"]
+    assert [(each.fault, each.passed) for each in found] == [
+        ("skip", True),
+        ("kill", True),
+        ("stop", False),
+    ]
 
 
 @pytest.mark.parametrize(

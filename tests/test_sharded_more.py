@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 import samestep
-from samestep.placements.parts import block_stages
+from samestep.comm import exchange
 from samestep.rules import muon
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
@@ -339,7 +339,7 @@ def chunk_lines(opt):
 @contextmanager
 def moves_in_flight():
     """How many chunks are on their way at once; [0] is now, [1] the most."""
-    count, real = [0, 0], block_stages.move_parts
+    count, real = [0, 0], exchange.move_parts
 
     class Watched:
         def __init__(self, pending):
@@ -355,7 +355,7 @@ def moves_in_flight():
         return Watched(real(*args))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_stages, "move_parts", launch)
+        patch.setattr(exchange, "move_parts", launch)
         yield count
 
 

@@ -1,15 +1,19 @@
-"""Runs an exchange: packs what this rank gives, issues one collective, unpacks what it gets."""
+"""Runs an exchange: packs what this rank gives, issues one collective, unpacks what it gets.
 
-from collections.abc import Callable, Mapping, Sequence
+`launch_gather` gives all ranks everything. `PackedExchange` sends from each rank to each other one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Pending, gather_segments
+from samestep.comm.collectives import Pending, gather_segments, move_parts
 from samestep.comm.groups import RankGroup
 from samestep.layout.boxes import Box
-from samestep.plan.exchanges import Exchange, Hop
+from samestep.plan.exchanges import Exchange, Hop, PackedPart
 from samestep.plan.layouts import Key
+from samestep.plan.transfers import Transfer
 
 # What a rank has of each tensor, by key and box; every tensor has the sizes of its box.
 Values = Mapping[Key, Mapping[Box, Tensor]]
@@ -65,3 +69,47 @@ def _put(hop: Hop, values: Tensor, into: Values) -> None:
     tensor = into[hop.key][hop.needed]
     place = tensor if hop.box == hop.needed else tensor[hop.box.within(hop.needed).slices]
     place.copy_(values)
+
+
+class PackedExchange:
+    """One rank's side of an exchange between any ranks, which is launched again and again.
+
+    All that it gives lies in one buffer, as `out` says, and all that it gets in another, as `into`
+    says. What it has and needs itself is in neither.
+    """
+
+    def __init__(
+        self, exchange: Exchange, transfer: Transfer, group: RankGroup, device: torch.device
+    ) -> None:
+        self.out, self.into = exchange.packed_from(group.rank), exchange.packed_to(group.rank)
+        self._transfer, self._group = transfer, group
+        self._nothing = torch.empty(0, dtype=transfer.dtype, device=device)
+        self._sizes = [part.numel for part in self.into.parts]
+        self._waiting: Pending[Tensor] | None = None
+
+    def send(self, parts: Iterable[Tensor]) -> None:
+        """Start sending one tensor for each part of `out`."""
+        flat = [part.reshape(-1).to(self._transfer.dtype) for part in parts]
+        if len(flat) == 1:
+            self.send_packed(flat[0].contiguous())  # a row of a transposed matrix is not
+        else:
+            self.send_packed(torch.cat(flat) if flat else self._nothing)
+
+    def send_packed(self, buffer: Tensor) -> None:
+        """Start sending a buffer, (sum(out.sizes),)."""
+        sizes = self.out.sizes, self.into.sizes
+        self._waiting = move_parts(self._transfer, buffer, *sizes, self._group)
+
+    def new_buffer(self) -> Tensor:
+        """Room for all that is sent."""
+        return self._nothing.new_empty(sum(self.out.sizes))
+
+    def arrived(self) -> Tensor:
+        """Wait, and give the buffer that has come, (sum(into.sizes),)."""
+        assert self._waiting is not None
+        received, self._waiting = self._waiting.wait(), None
+        return received
+
+    def arrived_parts(self) -> Iterable[tuple[PackedPart, Tensor]]:
+        """Wait, and give each part of `into` with its elements, (part.numel,)."""
+        return zip(self.into.parts, torch.split(self.arrived(), self._sizes), strict=True)

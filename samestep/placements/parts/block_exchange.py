@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
-from samestep.placements.parts.block_stages import BlockMoves, PlainStages
+from samestep.placements.parts.block_stages import LocalChunk, PlainStages
 from samestep.placements.parts.held_parts import BlockState, HeldParts
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit
@@ -80,15 +80,12 @@ class BlockExchange:
     def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
         held = self._held
-        chunks = [
-            (BlockMoves(chunk, held.group, held.device), held.held_parts(chunk.routes))
-            for chunk in self.shape.chunk_transfers
-        ]
-        self._stages = [PlainStages(*chunk) for chunk in chunks]
+        chunks = [LocalChunk(chunk, held) for chunk in self.shape.chunk_transfers]
+        self._stages = [PlainStages(chunk) for chunk in chunks]
         if missing(held.device) is None:
             from samestep.placements.parts.kernel_stages import SpreadBlocks
 
-            self._kernels = SpreadBlocks(chunks, self.shape.gives_back)
+            self._kernels = SpreadBlocks(chunks)
 
     def begin_step(self) -> None:
         """Let kernels look up where this step's gradients lie."""
@@ -141,7 +138,7 @@ class BlockExchange:
             case GiveBack():
                 self._running[number].give_back(held)
             case Apply():
-                self._running.pop(number).apply(held, math, gives_back=self.shape.gives_back)
+                self._running.pop(number).apply(held, math)
 
     def end_step(self) -> None:
         """Everything was taken and placed, or the step has failed."""

@@ -1,22 +1,18 @@
-"""A chunk of spread blocks: its stages in plain torch, and how its parts travel.
+"""A chunk of spread blocks on one rank, and its stages in plain torch.
 
 `docs/dtensors.md` has the algorithm. Only what needs the whole block is done by the owner.
-`kernel_stages` has the stages with kernels, whose parts travel the same way.
+`kernel_stages` has the stages with kernels, for which the same travels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Pending, move_parts
-from samestep.comm.groups import RankGroup
+from samestep.comm.exchange import PackedExchange
 from samestep.layout.blocks import Shape
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import OF_WHOLE, Chunk, Route
-from samestep.plan.exchanges import PackedPart, Packing
-from samestep.plan.transfers import Transfer
 from samestep.rules.rule import StagedRule, math_dtype
 from samestep.rules.state import State
 from samestep.update.plain import (
@@ -32,20 +28,54 @@ from samestep.update.plain import (
 )
 
 
+class LocalChunk:
+    """What a rank has to do with a chunk: shards of blocks that it holds, and blocks that it owns.
+
+    collection, giving_back: how blocks come here, and shards of directions; what belongs to all of
+        a block comes with them. Without a way back every rank is an owner.
+    """
+
+    def __init__(self, chunk: Chunk, held: HeldParts) -> None:
+        group, self.device = held.group, held.device
+        self.routes, self.dtype, self.wide = chunk.routes, chunk.dtype, chunk.wide
+        self.held = held.held_parts(chunk.routes)
+        owned = [place for place, route in enumerate(chunk.routes) if group.rank in route.owners]
+        self.owned = {place: chunk.routes[place] for place in owned}
+        self.collection = PackedExchange(chunk.collection, chunk.to, group, held.device)
+        self.giving_back: PackedExchange | None = None
+        if chunk.giving_back is not None and chunk.back is not None:
+            back = PackedExchange(chunk.giving_back, chunk.back, group, held.device)
+            self.giving_back = back
+        out = () if self.giving_back is None else self.giving_back.out.parts
+        self._states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
+
+    def packed_states(self, held: HeldParts) -> dict[int, Tensor]:
+        """What belongs to whole blocks owned here, unrounded, as elements that travel."""
+        found = {}
+        for place in self._states_sent:
+            state = held.whole_state(self.routes[place])
+            flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
+            found[place] = flat.to(self.wide).view(self.dtype)
+        return found
+
+    def state(self, elements: Tensor) -> Tensor:
+        """The same taken out of a buffer that came."""
+        return elements.clone().view(self.wide)  # at a place for wide ones
+
+
 class PlainStages:
     """A chunk's way in plain torch: its parts to the owners, directions back, and the step."""
 
-    def __init__(self, moves: "BlockMoves", mine: Sequence[HeldPart]) -> None:
-        self._moves = moves
-        self._mine = mine
-        self._matrices_of = [route.block.matrices for route in moves.routes]  # shapes
+    def __init__(self, chunk: LocalChunk) -> None:
+        self._chunk = chunk
+        self._matrices_of = [route.block.matrices for route in chunk.routes]  # shapes
         self._prepared: dict[int, Tensor] = {}  # by place of the block in the chunk
         self._directions: dict[int, Tensor] = {}
 
     def collect(self, held: HeldParts, math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
         prepared: dict[int, Tensor] = {}
-        for part in self._mine:
+        for part in self._chunk.held:
             route = part.route
             rule, of_group = held.staged(route, math)
             state, value = held.part_of_state(part), held.value_of(route.param)
@@ -59,16 +89,16 @@ class PlainStages:
             origin = held.origin_of(part)
             step = None if origin is None else held.step_after(route)
             held.put(route, of_group, state_pairs(state, new, step, origin))
-        self._moves.collect(prepared)
+        there = self._chunk.collection
+        there.send(prepared[part.key[0]] for part in there.out.parts)
         self._prepared = prepared
 
     def transform(self, held: HeldParts, math: GroupMaths) -> None:
         """Run the rule on the whole blocks that this rank owns, those of one shape together."""
-        blocks = self._moves.blocks(self._prepared)
-        self._prepared = {}
+        blocks = self._blocks()
         stacks: dict[object, list[_Matrix]] = {}
         directions: dict[int, Tensor] = {}
-        for place, route in self._moves.owned:
+        for place, route in self._chunk.owned.items():
             spec = held.specs[route.param]
             for matrix in self._matrices(held, place, blocks[place], directions):
                 stacks.setdefault((matrix.shape, spec.group, spec.dtype), []).append(matrix)
@@ -89,7 +119,7 @@ class PlainStages:
                 largest = rule.largest_norm(shape, of_group.options)
                 squares, group = direction_squares(found), held.specs[first.param].group
                 of_group.bounds.look_at(group, squares, largest, of_group.only_if)
-            found = found.to(self._moves.dtype)  # as others get it: copies must not drift apart
+            found = found.to(self._chunk.dtype)  # as others get it: copies must not drift apart
             for number, (place, route, _, _, state, direction) in enumerate(matrices):
                 if direction is None:
                     directions[place] = found[number].view(route.box.sizes)
@@ -100,17 +130,32 @@ class PlainStages:
                 held.put(route, of_group, state_pairs(state, of_matrix, step, None))
         self._directions = directions
 
+    def _blocks(self) -> dict[int, Tensor]:
+        """Wait for the blocks that this rank owns, in the shapes of their boxes."""
+        chunk, prepared, self._prepared = self._chunk, self._prepared, {}
+        came = chunk.collection.arrived_parts()
+        found = {
+            place: torch.empty(route.box.sizes, dtype=chunk.wide, device=chunk.device)
+            for place, route in chunk.owned.items()
+        }
+        for part in chunk.held:
+            if part.place in found:
+                found[part.place][part.in_block] = prepared[part.place]
+        for (_, (place, _), sizes, slices, _, _), values in came:
+            found[place][slices] = values.view(sizes)
+        return found
+
     def _matrices(
         self, held: HeldParts, place: int, block: Tensor, directions: dict[int, Tensor]
     ) -> "list[_Matrix]":
         """Those of a block; where it has several, their directions go into one made for it."""
-        route, shapes = self._moves.routes[place], self._matrices_of[place]
+        route, shapes = self._chunk.routes[place], self._matrices_of[place]
         form = route.block.form
         if form is None:
             value = block.view(shapes[0])
             return [_Matrix(place, route, shapes[0], value, held.whole_state(route), None)]
         block = block.view(route.block.shape)
-        direction = torch.empty_like(block, dtype=self._moves.dtype)
+        direction = torch.empty_like(block, dtype=self._chunk.dtype)
         directions[place] = direction.view(route.box.sizes)
         states = held.states_of_matrices(route)
         of_matrices = zip(shapes, form.views(block), states, form.views(direction), strict=True)
@@ -118,28 +163,33 @@ class PlainStages:
 
     def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
-        states = {}
-        for place, route in self._moves.owned:
-            state = held.whole_state(route)
-            if state:
-                states[place] = torch.cat([t.reshape(-1) for t in state.values()])
-        self._moves.give_back(self._directions, states)
+        chunk, back = self._chunk, self._chunk.giving_back
+        assert back is not None
+        states = chunk.packed_states(held)
+        back.send(
+            states[place] if what == OF_WHOLE else self._directions[place][slices]
+            for _, (place, what), _, slices, _, _ in back.out.parts
+        )
 
-    def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
+    def apply(self, held: HeldParts, math: GroupMaths) -> None:
         """Step in the directions, on the parts held here."""
-        came, states = self._moves.parts() if gives_back else ({}, {})
+        chunk, came = self._chunk, dict[int, Tensor]()
         own, self._directions = self._directions, {}
-        for place, state in states.items():
-            held.put_whole_state(self._moves.routes[place], state)
-        for part in self._mine:
-            route = part.route
+        for part, values in () if chunk.giving_back is None else chunk.giving_back.arrived_parts():
+            place, what = part.key
+            if what == OF_WHOLE:
+                held.put_whole_state(chunk.routes[place], chunk.state(values))
+            else:
+                came[place] = values.view(part.sizes)
+        for shard in chunk.held:
+            route = shard.route
             rule, of_group = held.staged(route, math)
-            mine = own.get(part.place)
-            direction = came[part.place] if mine is None else mine[part.in_block]
-            kept = held.part_of_state(part)
-            target = part.of(held.value_of(route.param))
+            mine = own.get(shard.place)
+            direction = came[shard.place] if mine is None else mine[shard.in_block]
+            kept = held.part_of_state(shard)
+            target = shard.of(held.value_of(route.param))
             value = exact_value(target, kept)
-            new = self._finished(rule, part, value, direction.to(value.dtype), of_group)
+            new = self._finished(rule, shard, value, direction.to(value.dtype), of_group)
             held.put(route, of_group, parameter_pairs(target, kept, new))
             held.count(route, of_group, direction)
 
@@ -173,103 +223,3 @@ class _Matrix(NamedTuple):
     value: Tensor
     state: State
     direction: Tensor | None  # None: the block is this matrix
-
-
-# --- how parts travel ----------------------------------------------------------------------------
-
-
-class BlockMoves:
-    """One chunk of blocks on one rank: what it sends and gets, each block by its place."""
-
-    def __init__(self, chunk: Chunk, group: RankGroup, device: torch.device) -> None:
-        self._chunk, self._group, self._device = chunk, group, device
-        self.routes, self.dtype = chunk.routes, chunk.dtype
-        rank, back, nothing = group.rank, chunk.giving_back, Packing((), ())
-        self.nothing = torch.empty(0, dtype=self.dtype, device=device)
-        self.out, self.into = chunk.collection.packed_from(rank), chunk.collection.packed_to(rank)
-        self.out_back = nothing if back is None else back.packed_from(rank)
-        self.into_back = nothing if back is None else back.packed_to(rank)
-        numbered = list(enumerate(chunk.routes))
-        self.owned = [(place, route) for place, route in numbered if rank in route.owners]
-        self._own = {place: route.held.box_of(rank) for place, route in self.owned}
-        self._waiting: Pending[Tensor] | None = None
-
-    def collect(self, prepared: Mapping[int, Tensor]) -> None:
-        """Start sending this rank's parts to the owners."""
-        self.send_there(self._joined([self._packed(prepared[p.key[0]]) for p in self.out.parts]))
-
-    def blocks(self, prepared: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Wait, and give the whole blocks that this rank owns, in the shapes of their boxes."""
-        received = self.arrived()
-        found = {}
-        for place, route in self.owned:
-            block = torch.empty(route.box.sizes, dtype=self._chunk.wide, device=self._device)
-            own = self._own[place]
-            if own is not None:
-                block[own.slices] = prepared[place]
-            found[place] = block
-        for part, values in _taken_apart(self.into, received):
-            found[part.key[0]][part.slices] = values.view(part.sizes)
-        return found
-
-    def give_back(self, directions: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> None:
-        """Start sending everyone parts of directions, and what belongs to all of each block."""
-        pieces = [
-            self.packed_state(states[place])
-            if what == OF_WHOLE
-            else self._packed(directions[place][slices])
-            for _, (place, what), _, slices, _, _ in self.out_back.parts
-        ]
-        self.send_back(self._joined(pieces))
-
-    def parts(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Wait, and give this rank's parts of directions, and what belongs to all of each block."""
-        parts, states = dict[int, Tensor](), dict[int, Tensor]()
-        for part, values in _taken_apart(self.into_back, self.arrived()):
-            place, what = part.key
-            if what == OF_WHOLE:
-                states[place] = self.state(values)
-            else:
-                parts[place] = values.view(part.sizes)
-        return parts, states
-
-    def send_there(self, buffer: Tensor) -> None:
-        """Start sending a buffer with all that goes to the owners."""
-        self._send(self._chunk.to, buffer, self.out, self.into)
-
-    def send_back(self, buffer: Tensor) -> None:
-        """Start sending a buffer with all that goes back."""
-        assert self._chunk.back is not None
-        self._send(self._chunk.back, buffer, self.out_back, self.into_back)
-
-    def _send(self, transfer: Transfer, buffer: Tensor, out: Packing, into: Packing) -> None:
-        self._waiting = move_parts(transfer, buffer, out.sizes, into.sizes, self._group)
-
-    def arrived(self) -> Tensor:
-        """Wait, and give the buffer that has come."""
-        assert self._waiting is not None
-        received, self._waiting = self._waiting.wait(), None
-        return received
-
-    def packed_state(self, state: Tensor) -> Tensor:
-        """What belongs to a whole block, unrounded, as elements that travel."""
-        return state.reshape(-1).to(self._chunk.wide).view(self.dtype)
-
-    def state(self, elements: Tensor) -> Tensor:
-        """The same taken out of a buffer that came."""
-        return elements.clone().view(self._chunk.wide)  # at a place for wide ones
-
-    def _packed(self, part: Tensor) -> Tensor:
-        return part.reshape(-1).to(self.dtype)
-
-    def _joined(self, pieces: list[Tensor]) -> Tensor:
-        if not pieces:
-            return self.nothing
-        if len(pieces) > 1:
-            return torch.cat(pieces)
-        return pieces[0].contiguous()  # a row of a tall block, which is computed transposed
-
-
-def _taken_apart(packing: Packing, received: Tensor) -> Iterator[tuple[PackedPart, Tensor]]:
-    sizes = [part.numel for part in packing.parts]
-    return zip(packing.parts, torch.split(received, sizes), strict=True)

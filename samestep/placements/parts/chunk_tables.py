@@ -28,9 +28,10 @@ from samestep.kernels.parts import (
 )
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.splits import Form
-from samestep.placements.parts.block_stages import BlockMoves
+from samestep.placements.parts.block_stages import LocalChunk
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import OF_WHOLE, Route
+from samestep.plan.exchanges import Packing
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
@@ -86,18 +87,16 @@ class ChunkTables:
     def __init__(
         self,
         held: HeldParts,
-        moves: BlockMoves,
-        mine: Sequence[HeldPart],
-        gives_back: bool,
+        chunk: LocalChunk,
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
-        _require_rectangles(moves.routes)
-        for route in moves.routes:  # of all ranks, which must decide alike
+        _require_rectangles(chunk.routes)
+        for route in chunk.routes:  # of all ranks, which must decide alike
             if route.block.form is not None and is_small(held.specs[route.param].stored):
                 raise NotRowsError  # its matrices may share scales along rows
-        self.moves, self._device, self._places = moves, held.device, places
-        self.sent = sum(moves.out.sizes)
+        self.chunk, self._device, self._places = chunk, held.device, places
+        self.sent = sum(chunk.collection.out.sizes)
         self.batches = self._owned_batches(held)
         self._jobs = [job for _, jobs in self.batches for job in jobs]
         self.size = self._jobs[-1].stop if self._jobs else self.sent  # of the buffer
@@ -106,26 +105,23 @@ class ChunkTables:
             for number, job in enumerate(self._jobs)
             for turn, place in enumerate(job.places)
         }
-        sizes = [_size(part.route, _lengths(part.in_block)) for part in mine]
-        came = {p.key[0]: p.start for p in moves.into_back.parts if p.key[1] != OF_WHOLE}
+        sizes = [_size(part.route, _lengths(part.in_block)) for part in chunk.held]
+        back = chunk.giving_back
+        into = () if back is None else back.into.parts
+        came = {part.key[0]: part.start for part in into if part.key[1] != OF_WHOLE}
         self.parts = [
             DirectedPart(part, size, self._source(part, size, came))
-            for part, size in zip(mine, sizes, strict=True)
+            for part, size in zip(chunk.held, sizes, strict=True)
         ]
         self.momenta = self._momentum_launches(held, grad_dtypes)
         self.assembling = self._moves_into_blocks()
-        self.packing = self._moves_back() if gives_back else None
+        self.packing = None if back is None else self._moves_back(back.out)
         self.steps = self._step_launches(held)
-
-    def whole_state(self, place: int) -> State:
-        """That of a block that this rank owns."""
-        own = self._owned[place]
-        return self._jobs[own.job].states[own.turn]
 
     def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[OwnedBlocks]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
         alike = _by(
-            self.moves.owned,
+            self.chunk.owned.items(),
             lambda own: (
                 held.specs[own[1].param].group,
                 *(own[1].block[2:] if own[1].block.form else sorted(own[1].block.shape)),
@@ -184,7 +180,7 @@ class ChunkTables:
         self, held: HeldParts, grad_dtypes: Sequence[torch.dtype]
     ) -> list[tuple[int, MomentumOfParts]]:
         sent: dict[int, list[int]] = {}
-        for packed in self.moves.out.parts:
+        for packed in self.chunk.collection.out.parts:
             sent.setdefault(packed.key[0], []).append(packed.start)
         found, copies = [], []
         for part, size, _ in self.parts:
@@ -230,19 +226,19 @@ class ChunkTables:
     def _moves_into_blocks(self) -> Moves | None:
         """Parts that came, to their places in the blocks."""
         found = []
-        for _, (place, _), sizes, slices, start, _ in self.moves.into.parts:
-            route = self.moves.routes[place]
+        for _, (place, _), sizes, slices, start, _ in self.chunk.collection.into.parts:
+            route = self.chunk.routes[place]
             size = _size(route, sizes)
             to = self._in_buffer(place, _first(route, slices, size))
             found.append(Move(size, SourceRows(0, start, size.cols), to))
         return Moves(found, self._device) if found else None
 
-    def _moves_back(self) -> Moves | None:
+    def _moves_back(self, out: Packing) -> Moves | None:
         """Parts of directions, to their places in the buffer that goes back."""
         found = []
-        for _, (place, what), sizes, slices, start, _ in self.moves.out_back.parts:
+        for _, (place, what), sizes, slices, start, _ in out.parts:
             if what != OF_WHOLE:
-                route = self.moves.routes[place]
+                route = self.chunk.routes[place]
                 size = _size(route, sizes)
                 source = self._in_directions(place, _first(route, slices, size))
                 found.append(Move(size, source, Rows(start, size.cols)))

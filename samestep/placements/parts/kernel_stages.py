@@ -12,12 +12,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from samestep.comm.exchange import PackedExchange
 from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
-from samestep.placements.parts.block_stages import BlockMoves
+from samestep.placements.parts.block_stages import LocalChunk
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
-from samestep.placements.parts.held_parts import HeldPart, HeldParts
+from samestep.placements.parts.held_parts import HeldParts
 from samestep.plan.block_exchange import OF_WHOLE
 from samestep.rules.state import State
 from samestep.rules.stored import STEP
@@ -75,17 +76,18 @@ class KernelStages:
 
     def collect(self, held: HeldParts, math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
-        out = torch.empty(self._tables.size, dtype=self._tables.moves.dtype, device=held.device)
+        chunk = self._tables.chunk
+        out = torch.empty(self._tables.size, dtype=chunk.dtype, device=held.device)
         for group, parts in self._tables.momenta:
             parts.run_(self._step.grads, out, self._step.of_group(group, math)[1])
         if self._tables.copies is not None:
             self._tables.copies.run_([out], out)
-        self._tables.moves.send_there(out[: self._tables.sent])
+        chunk.collection.send_packed(out[: self._tables.sent])
         self._out = out
 
     def transform(self, held: HeldParts, math: GroupMaths) -> None:
         """Orthogonalize the blocks that this rank owns."""
-        received = self._tables.moves.arrived()
+        received = self._tables.chunk.collection.arrived()
         out, self._out = self._out, None
         assert out is not None
         if self._tables.assembling is not None:
@@ -128,7 +130,7 @@ class KernelStages:
             largest = of_group.rule.largest_norm((given.rows, given.cols), of_group.options)
             squares = direction_squares(directions)
             of_group.bounds.look_at(group, squares, largest, of_group.only_if)
-        return finished(given, directions, step, self._tables.moves.dtype)
+        return finished(given, directions, step, self._tables.chunk.dtype)
 
     def _transformed_form(
         self, job: OwnedBlocks, group: int, out: Tensor, math: GroupMaths
@@ -136,7 +138,7 @@ class KernelStages:
         """The directions of blocks whose matrices lie in each other's gaps, as the blocks lie."""
         assert job.form is not None
         blocks = out[job.begin : job.stop].view(-1, *job.size)
-        result = torch.empty_like(blocks, dtype=self._tables.moves.dtype)
+        result = torch.empty_like(blocks, dtype=self._tables.chunk.dtype)
         writes, step = self._step.grads.writes, self._step.of_group(group, math)[1]
         shapes = job.block.matrices
         for shape in dict.fromkeys(shapes):
@@ -160,24 +162,25 @@ class KernelStages:
 
     def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
-        moves = self._tables.moves
-        buffer = moves.nothing.new_empty(sum(moves.out_back.sizes))
+        chunk, back = self._tables.chunk, self._tables.chunk.giving_back
+        assert back is not None
+        buffer = back.new_buffer()
         if self._tables.packing is not None:
             self._tables.packing.run_(self._directions, buffer)
-        for part in moves.out_back.parts:
+        states = chunk.packed_states(held)
+        for part in back.out.parts:
             place, what = part.key
             if what == OF_WHOLE:
-                own = self._tables.whole_state(place)
-                state = torch.cat([tensor.reshape(-1) for tensor in own.values()])
-                buffer[part.start : part.start + part.numel] = moves.packed_state(state)
-        moves.send_back(buffer)
+                buffer[part.start : part.start + part.numel] = states[place]
+        back.send_packed(buffer)
 
-    def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
+    def apply(self, held: HeldParts, math: GroupMaths) -> None:
         """Step in the directions, on the parts held here."""
         sources, self._directions = self._directions, []
-        if gives_back:
-            sources.append(self._tables.moves.arrived())
-            self._put_whole_states(held, sources[-1])
+        back = self._tables.chunk.giving_back
+        if back is not None:
+            sources.append(back.arrived())
+            self._put_whole_states(held, back, sources[-1])
         measured = False
         for group, parts in self._tables.steps:
             of_group, step = self._step.of_group(group, math)
@@ -187,14 +190,14 @@ class KernelStages:
             of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
             held.count(part.route, of_group, _taken(sources, source, size))
 
-    def _put_whole_states(self, held: HeldParts, received: Tensor) -> None:
+    def _put_whole_states(self, held: HeldParts, back: PackedExchange, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
-        moves = self._tables.moves
-        for part in moves.into_back.parts:
+        chunk = self._tables.chunk
+        for part in back.into.parts:
             place, what = part.key
             if what == OF_WHOLE:
-                state = moves.state(received[part.start : part.start + part.numel])
-                held.put_whole_state(moves.routes[place], state)
+                state = chunk.state(received[part.start : part.start + part.numel])
+                held.put_whole_state(chunk.routes[place], state)
 
 
 def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
@@ -207,12 +210,9 @@ def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
 class SpreadBlocks:
     """The chunks of one placement. Tables are made once, unless something is replaced."""
 
-    def __init__(
-        self, chunks: Sequence[tuple[BlockMoves, list[HeldPart]]], gives_back: bool
-    ) -> None:
+    def __init__(self, chunks: Sequence[LocalChunk]) -> None:
         self._chunks = chunks
-        self._gives_back = gives_back
-        self._params = sorted({route.param for moves, _ in chunks for route in moves.routes})
+        self._params = sorted({route.param for chunk in chunks for route in chunk.routes})
         self._places = {param: place for place, param in enumerate(self._params)}
         self._known: _Known | None = None
         self._tables: dict[int, ChunkTables | None] = {}
@@ -232,13 +232,13 @@ class SpreadBlocks:
             self._step = StepTables(held, self._params)
             if self._step.dtypes != self._known.grad_dtypes:
                 self._known.grad_dtypes, self._tables = self._step.dtypes, {}
-        moves, mine = self._chunks[number]
+        chunk = self._chunks[number]
         if number not in self._groups:
-            self._groups[number] = {held.specs[route.param].group for route in moves.routes}
+            self._groups[number] = {held.specs[route.param].group for route in chunk.routes}
         if not all(self._step.can_run(group, math) for group in self._groups[number]):
             return None
         if number not in self._tables:
-            self._tables[number] = self._made(held, moves, mine)
+            self._tables[number] = self._made(held, chunk)
         tables = self._tables[number]
         return None if tables is None else KernelStages(tables, self._step)
 
@@ -249,11 +249,11 @@ class SpreadBlocks:
     def end_step(self) -> None:
         self._step = None
 
-    def _made(self, held: HeldParts, moves: BlockMoves, mine: list[HeldPart]) -> ChunkTables | None:
+    def _made(self, held: HeldParts, chunk: LocalChunk) -> ChunkTables | None:
         assert self._known is not None
         dtypes = self._known.grad_dtypes
         try:
-            return ChunkTables(held, moves, mine, self._gives_back, self._places, dtypes)
+            return ChunkTables(held, chunk, self._places, dtypes)
         except NotRowsError:
             return None
 

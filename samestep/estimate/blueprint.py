@@ -26,9 +26,9 @@ from samestep.estimate.placed import (
     Spreading,
     Summands,
     Updated,
-    answered_spreadings,
     narrowed_sharings,
     on_rank,
+    primary_spreadings,
     with_windows,
 )
 from samestep.groups.distribution import Distribution
@@ -36,7 +36,7 @@ from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import KnownGroup, LocalParameters
-from samestep.placements.parts.held_parts import refuse_cut_scales
+from samestep.placements.parts.local_shards import refuse_cut_scales
 from samestep.placements.placement import PlanMembers
 from samestep.placements.registry import KINDS, kind_of, require_kind
 from samestep.placements.whole.buffers import gradient_dtype
@@ -361,7 +361,7 @@ def _parts(asked: _Request) -> Iterator[Placed]:
             everywhere = grid.peers(*even.peers.axes, *peers.axes)
             compared = _copied(grid, overs, even.peers.size)
             sharings = narrowed_sharings(even, held, peers.size)
-            blocks = answered_spreadings(even, held, peers, asked.device)
+            blocks = primary_spreadings(even, held, peers, asked.device)
             yield Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
             continue
         room, sums = tuple(found.room for found in lying), _sums(params, overs, grid)

@@ -25,7 +25,7 @@ from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.placements.windows import Unit, Windows
 from samestep.plan.block_exchange import Chunk, ExchangePlan, ShardedSpec
 from samestep.plan.copied import CopiedAlong
-from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
+from samestep.plan.narrowed import held_spec, narrowed, primary_blocks
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketPolicy
@@ -135,9 +135,7 @@ class Spreading:
 
     @cached_property
     def transfers(self) -> tuple[Chunk, ...]:
-        return transfers_of(
-            self.plan, self.params, self.specs, self.peers.size, self.distribution, self.device
-        )
+        return transfers_of(self.plan, self.specs, self.peers.size, self.distribution, self.device)
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
@@ -161,7 +159,7 @@ class Placed:
     everyone: all ranks that hold some of it.
     copied: what ranks compare.
     sharings: by place in the mesh, what peers share; where parts are equal, it is one. (): nothing.
-    spreadings: by place among peers, the blocks for which each answers, as DTensors of its mesh;
+    spreadings: by place among peers, its primary blocks, as DTensors of its mesh;
         (): parameters are plain.
     """
 
@@ -202,16 +200,16 @@ def narrowed_sharings(
     )
 
 
-def answered_spreadings(
+def primary_spreadings(
     even: Sharing, held: Sequence[ShardedSpec], mesh: Peers, device: torch.device
 ) -> tuple[Spreading, ...]:
-    """The blocks for which each rank with copies answers."""
+    """The blocks of which each rank with copies is the primary holder."""
     known: dict[tuple[Piece, ...], Spreading] = {}
     found = []
     for place in range(even.peers.size):
         pieces = tuple(piece for piece in even.plan.owned(place) if piece.block is not None)
         if pieces not in known:
-            items = answered_blocks(even.plan, held, place)
+            items = primary_blocks(even.plan, held, place)
             known[pieces] = Spreading(
                 tuple(even.params[item.piece.param] for item in items),  # of which a dtype counts
                 tuple(item.spec for item in items),

@@ -7,8 +7,8 @@ so that all ranks of a mesh decide alike. Each piece of such a share then become
 has of it: the same block, cut to this rank's rows and columns, or the same fraction of a slice.
 Ranks along the copies hold equal parts, so theirs is the same plan.
 
-Whoever among the copies answers for a block brings it together with the others of its mesh, as a
-parameter of its own.
+The primary holder of a block among the copies brings it together with the others of its mesh, as
+a tensor of its own.
 """
 
 from collections.abc import Sequence
@@ -132,8 +132,8 @@ def _require_even(plan: ShardingPlan, held: Sequence[ParamSpec]) -> None:
             )
 
 
-class AnsweredBlock(NamedTuple):
-    """A whole block that a rank among the copies answers for, as a parameter of its own.
+class PrimaryBlock(NamedTuple):
+    """A whole block of which a rank is the primary holder among copies, as a tensor of its own.
 
     piece: of the plan; it stands for `stacks` whole blocks, of which this is number `stack`.
     of: the whole parameter, and `block` in it.
@@ -155,29 +155,30 @@ class AnsweredBlock(NamedTuple):
         return self.stacks == 1 or self.stack == box.offsets[0] * self.stacks // max(1, shape[0])
 
 
-def answered_blocks(
+def primary_blocks(
     plan: ShardingPlan, held: Sequence[ShardedSpec], place: int
-) -> list[AnsweredBlock]:
-    """What a rank among the copies answers for, of a plan for even shares or a narrowed one.
+) -> list[PrimaryBlock]:
+    """The blocks of which a rank is the primary holder among copies.
 
-    `held`: who of a mesh holds what of each whole parameter; the same on all its ranks.
+    `plan`: for even shares, or a narrowed one. `held`: who of a mesh holds what of each whole
+    parameter; the same on all its ranks.
     """
     found = []
     known: dict[tuple[Block, int], tuple[Box, ...]] = {}  # layers are alike
     for bucket in plan.buckets:
         counted = place == 0 or not bucket.replicated
         for piece in bucket.owned(place).pieces:
-            found += _answered(piece, plan.params[piece.param], held[piece.param], counted, known)
+            found += _primary(piece, plan.params[piece.param], held[piece.param], counted, known)
     return found
 
 
-def _answered(
+def _primary(
     piece: Piece,
     spec: ParamSpec,
     held: ShardedSpec,
     counted: bool,
     known: dict[tuple[Block, int], tuple[Box, ...]],
-) -> list[AnsweredBlock]:
+) -> list[PrimaryBlock]:
     if piece.block is None or spec.whole is None:
         return []
     blocks = spec.whole_blocks(piece.block)
@@ -195,6 +196,6 @@ def _answered(
             known[key] = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
         of_item = ShardedSpec(item.name, item.shape, item.blocks or (), known[key], held.replicas)
         found.append(
-            AnsweredBlock(piece, stack, len(blocks), spec.whole, block, item, of_item, counted)
+            PrimaryBlock(piece, stack, len(blocks), spec.whole, block, item, of_item, counted)
         )
     return found

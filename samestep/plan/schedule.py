@@ -192,7 +192,7 @@ class PlacementShape(NamedTuple):
     chunks: int = 0  # of blocks that come together on their owners
     gives_back: bool = True  # what the owners found; else every rank is one
     # Buckets have parts of blocks: averaged before chunks, gathered after them. Not by the chunks
-    # of this rank, which may answer for no block: gathers have one order on all ranks.
+    # of this rank, which may be primary holder of none: gathers have one order on all ranks.
     has_parts: bool = False
     places: tuple[int, ...] = ()  # how late forward uses each bucket
     transfers: tuple[BucketTransfers, ...] = ()
@@ -285,9 +285,9 @@ def step_schedule(
 def _pipelines(placements: Sequence[PlacementShape]) -> list[list[BucketId]]:
     """Chunks that follow each other.
 
-    How many there are of blocks whose copies are averaged depends on what a rank answers for among
-    the copies. So these have pipelines of their own, or all others would be collected sooner on
-    some ranks than on others, and groups of ranks are shared.
+    How many there are of blocks whose copies are averaged depends on what a rank is the primary
+    holder of. So these have pipelines of their own, or all others would be collected sooner on some
+    ranks than on others, and groups of ranks are shared.
     """
     each = [[BucketId(n, c) for c in range(p.chunks)] for n, p in enumerate(placements)]
     alike = [

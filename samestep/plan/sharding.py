@@ -15,10 +15,13 @@ from math import inf, prod
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+import torch
+
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.flat_ranges import in_runs, rounded_up
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.rules.orthogonalize import block_flops
+from samestep.rules.rule import math_dtype_of
 from samestep.rules.state import StoredTensors
 
 OwnerStrategy = Literal["balanced", "cyclic"]
@@ -54,6 +57,11 @@ class ParamSpec(NamedTuple):
         if self.shards > 1 and self.blocks is not None:
             return sum(piece.size for piece in whole_pieces(0, self))
         return -(-prod(self.shape) // self.shards)
+
+    @property
+    def math_dtype(self) -> torch.dtype:
+        """In which its state is, and arithmetic is done."""
+        return math_dtype_of(getattr(torch, self.dtype.removeprefix("torch.")))
 
     @property
     def quantum(self) -> int:

@@ -9,12 +9,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.placements.parts.block_stages import LocalChunk, PlainStages
-from samestep.placements.parts.held_parts import BlockState, HeldParts
+from samestep.placements.parts.local_shards import BlockState, LocalShards
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit
 from samestep.plan.block_exchange import (
@@ -36,7 +35,6 @@ from samestep.plan.schedule import (
     WindowId,
 )
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.rule import math_dtype
 from samestep.rules.state import State
 from samestep.update.plain import GroupMaths
 
@@ -50,17 +48,16 @@ NOTHING: State = {}
 class BlockExchange:
     """The plan for the blocks of one mesh, at work."""
 
-    def __init__(self, held: HeldParts, distribution: Distribution) -> None:
+    def __init__(self, local: LocalShards, distribution: Distribution) -> None:
         specs = [
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
-            for spec, of_param in zip(held.specs, held.boxes, strict=True)
+            for spec, of_param in zip(local.specs, local.held, strict=True)
         ]
-        self._held = held
-        ranks, device = held.group.size, held.device
+        self._local = local
+        ranks, device = local.group.size, local.device
         self.plan = planned(specs, ranks, distribution, device)
-        values = [held.value_of(index) for index in range(len(held.specs))]
-        transfers = transfers_of(self.plan, values, held.specs, ranks, distribution, device)
-        self.shape = shape_of(transfers, distribution, held.specs, ranks)
+        transfers = transfers_of(self.plan, local.specs, ranks, distribution, device)
+        self.shape = shape_of(transfers, distribution, local.specs, ranks)
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
@@ -79,10 +76,10 @@ class BlockExchange:
 
     def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
-        held = self._held
-        chunks = [LocalChunk(chunk, held) for chunk in self.shape.chunk_transfers]
+        local = self._local
+        chunks = [LocalChunk(chunk, local) for chunk in self.shape.chunk_transfers]
         self._stages = [PlainStages(chunk) for chunk in chunks]
-        if missing(held.device) is None:
+        if missing(local.device) is None:
             from samestep.placements.parts.kernel_stages import SpreadBlocks
 
             self._kernels = SpreadBlocks(chunks)
@@ -90,15 +87,15 @@ class BlockExchange:
     def begin_step(self) -> None:
         """Let kernels look up where this step's gradients lie."""
         if self._kernels is not None:
-            self._kernels.begin_step(self._held)
+            self._kernels.begin_step(self._local)
 
     def units(self) -> list[list[Unit]]:
         """What every chunk needs of state that stays on the host: of parts, and of whole blocks."""
-        held = self._held
+        local = self._local
         found = []
         for chunk in self.plan.chunks:
-            parts = {part.route.key: held.kept_of_part(part) for part in held.held_parts(chunk)}
-            wholes = {route.key: held.kept_of_whole(route) for route in chunk}
+            parts = {part.route.key: local.kept_of_part(part) for part in local.of_blocks(chunk)}
+            wholes = {route.key: local.kept_of_whole(route) for route in chunk}
             units = [Unit(("part", key), own, elements=1) for key, own in parts.items()]
             units += [Unit(("whole", key), own, elements=1) for key, own in wholes.items()]
             found.append([unit for unit in units if unit.state])
@@ -118,32 +115,32 @@ class BlockExchange:
         if self._kernels is not None and not _are_the_same(known, states):
             self._kernels.forget(number)
         self._brought[number] = states
-        self._held.come(states)
+        self._local.come(states)
 
     def run(self, operation: OfBucket, math: GroupMaths, arrived: Arrived | None = None) -> None:
         """One stage of one chunk; other operations are not about blocks.
 
         `arrived`: waits for a window, where the chunk has state that stays on the host.
         """
-        number, held = operation.bucket.bucket, self._held
+        number, local = operation.bucket.bucket, self._local
         match operation:
             case Collect():
                 if arrived is not None:
                     self._bring(WindowId(operation.bucket, "chunk"), arrived)
-                kernels = self._kernels and self._kernels.stages(held, number, math)
+                kernels = self._kernels and self._kernels.stages(local, number, math)
                 self._running[number] = kernels or self._stages[number]
-                self._running[number].collect(held, math)
+                self._running[number].collect(local, math)
             case Transform():
-                self._running[number].transform(held, math)
+                self._running[number].transform(local, math)
             case GiveBack():
-                self._running[number].give_back(held)
+                self._running[number].give_back(local)
             case Apply():
-                self._running.pop(number).apply(held, math)
+                self._running.pop(number).apply(local, math)
 
     def end_step(self) -> None:
         """Everything was taken and placed, or the step has failed."""
         self._running = {}
-        self._held.end_step()
+        self._local.end_step()
         if self._kernels is not None:
             self._kernels.end_step()
 
@@ -184,7 +181,6 @@ def shape_of(
 
 def transfers_of(
     plan: ExchangePlan,
-    params: Sequence[Tensor],
     specs: Sequence[ParamSpec],
     ranks: int,
     distribution: Distribution,
@@ -194,7 +190,7 @@ def transfers_of(
     gives_back = distribution.muon_schedule == "parallel"
     found = []
     for number, chunk in enumerate(plan.chunks):
-        dtypes = (math_dtype(params[route.param]) for route in chunk)
+        dtypes = (specs[route.param].math_dtype for route in chunk)
         dtype, wide = travel_dtypes(dtypes, distribution, device)
         extra = [
             specs[route.param].state_of_blocks[route.number] if gives_back else 0 for route in chunk

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.comm.exchange import PackedExchange
 from samestep.layout.blocks import Shape
-from samestep.placements.parts.held_parts import HeldPart, HeldParts
+from samestep.placements.parts.local_shards import BlockShard, LocalShards
 from samestep.plan.block_exchange import OF_WHOLE, Chunk, Route
 from samestep.rules.rule import StagedRule, math_dtype
 from samestep.rules.state import State
@@ -35,25 +35,25 @@ class LocalChunk:
         a block comes with them. Without a way back every rank is an owner.
     """
 
-    def __init__(self, chunk: Chunk, held: HeldParts) -> None:
-        group, self.device = held.group, held.device
+    def __init__(self, chunk: Chunk, local: LocalShards) -> None:
+        group, self.device = local.group, local.device
         self.routes, self.dtype, self.wide = chunk.routes, chunk.dtype, chunk.wide
-        self.held = held.held_parts(chunk.routes)
+        self.shards = local.of_blocks(chunk.routes)
         owned = [place for place, route in enumerate(chunk.routes) if group.rank in route.owners]
         self.owned = {place: chunk.routes[place] for place in owned}
-        self.collection = PackedExchange(chunk.collection, chunk.to, group, held.device)
+        self.collection = PackedExchange(chunk.collection, chunk.to, group, local.device)
         self.giving_back: PackedExchange | None = None
         if chunk.giving_back is not None and chunk.back is not None:
-            back = PackedExchange(chunk.giving_back, chunk.back, group, held.device)
+            back = PackedExchange(chunk.giving_back, chunk.back, group, local.device)
             self.giving_back = back
         out = () if self.giving_back is None else self.giving_back.out.parts
         self._states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
 
-    def packed_states(self, held: HeldParts) -> dict[int, Tensor]:
+    def packed_states(self, local: LocalShards) -> dict[int, Tensor]:
         """What belongs to whole blocks owned here, unrounded, as elements that travel."""
         found = {}
         for place in self._states_sent:
-            state = held.whole_state(self.routes[place])
+            state = local.whole_state(self.routes[place])
             flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
             found[place] = flat.to(self.wide).view(self.dtype)
         return found
@@ -72,40 +72,40 @@ class PlainStages:
         self._prepared: dict[int, Tensor] = {}  # by place of the block in the chunk
         self._directions: dict[int, Tensor] = {}
 
-    def collect(self, held: HeldParts, math: GroupMaths) -> None:
-        """Prepare the parts held here, and start sending them to the owners."""
+    def collect(self, local: LocalShards, math: GroupMaths) -> None:
+        """Prepare the parts local here, and start sending them to the owners."""
         prepared: dict[int, Tensor] = {}
-        for part in self._chunk.held:
+        for part in self._chunk.shards:
             route = part.route
-            rule, of_group = held.staged(route, math)
-            state, value = held.part_of_state(part), held.value_of(route.param)
-            grad = held.gradient_of(route.param)[part.here].to(math_dtype(value))
+            rule, of_group = local.staged(route, math)
+            state, value = local.part_of_state(part), local.values[route.param]
+            grad = local.gradient_of(route.param)[part.here].to(math_dtype(value))
             prepared[part.place], new = rule.prepare(
                 of_group.gradient(grad),
                 wide_state(value, state),
                 of_group.scalars,
                 of_group.options,
             )
-            origin = held.origin_of(part)
-            step = None if origin is None else held.step_after(route)
-            held.put(route, of_group, state_pairs(state, new, step, origin))
+            origin = local.origin_of(part)
+            step = None if origin is None else local.step_after(route)
+            local.put(route, of_group, state_pairs(state, new, step, origin))
         there = self._chunk.collection
         there.send(prepared[part.key[0]] for part in there.out.parts)
         self._prepared = prepared
 
-    def transform(self, held: HeldParts, math: GroupMaths) -> None:
+    def transform(self, local: LocalShards, math: GroupMaths) -> None:
         """Run the rule on the whole blocks that this rank owns, those of one shape together."""
         blocks = self._blocks()
         stacks: dict[object, list[_Matrix]] = {}
         directions: dict[int, Tensor] = {}
         for place, route in self._chunk.owned.items():
-            spec = held.specs[route.param]
-            for matrix in self._matrices(held, place, blocks[place], directions):
+            spec = local.specs[route.param]
+            for matrix in self._matrices(local, place, blocks[place], directions):
                 stacks.setdefault((matrix.shape, spec.group, spec.dtype), []).append(matrix)
         for matrices in stacks.values():
             first, shape = matrices[0].route, matrices[0].shape
-            rule, of_group = held.staged(first, math)
-            dtype = math_dtype(held.value_of(first.param))
+            rule, of_group = local.staged(first, math)
+            dtype = math_dtype(local.values[first.param])
             found, new = rule.transform(
                 torch.stack([matrix.value.reshape(shape).to(dtype) for matrix in matrices]),
                 {
@@ -117,7 +117,7 @@ class PlainStages:
             )
             if of_group.bounds is not None and is_bounded(rule):
                 largest = rule.largest_norm(shape, of_group.options)
-                squares, group = direction_squares(found), held.specs[first.param].group
+                squares, group = direction_squares(found), local.specs[first.param].group
                 of_group.bounds.look_at(group, squares, largest, of_group.only_if)
             found = found.to(self._chunk.dtype)  # as others get it: copies must not drift apart
             for number, (place, route, _, _, state, direction) in enumerate(matrices):
@@ -127,7 +127,7 @@ class PlainStages:
                     direction.copy_(found[number].view(direction.shape))
                 of_matrix = {key: tensor[number] for key, tensor in new.items()}
                 step = new_count(state, of_matrix)
-                held.put(route, of_group, state_pairs(state, of_matrix, step, None))
+                local.put(route, of_group, state_pairs(state, of_matrix, step, None))
         self._directions = directions
 
     def _blocks(self) -> dict[int, Tensor]:
@@ -138,7 +138,7 @@ class PlainStages:
             place: torch.empty(route.box.sizes, dtype=chunk.wide, device=chunk.device)
             for place, route in chunk.owned.items()
         }
-        for part in chunk.held:
+        for part in chunk.shards:
             if part.place in found:
                 found[part.place][part.in_block] = prepared[part.place]
         for (_, (place, _), sizes, slices, _, _), values in came:
@@ -146,55 +146,55 @@ class PlainStages:
         return found
 
     def _matrices(
-        self, held: HeldParts, place: int, block: Tensor, directions: dict[int, Tensor]
+        self, local: LocalShards, place: int, block: Tensor, directions: dict[int, Tensor]
     ) -> "list[_Matrix]":
         """Those of a block; where it has several, their directions go into one made for it."""
         route, shapes = self._chunk.routes[place], self._matrices_of[place]
         form = route.block.form
         if form is None:
             value = block.view(shapes[0])
-            return [_Matrix(place, route, shapes[0], value, held.whole_state(route), None)]
+            return [_Matrix(place, route, shapes[0], value, local.whole_state(route), None)]
         block = block.view(route.block.shape)
         direction = torch.empty_like(block, dtype=self._chunk.dtype)
         directions[place] = direction.view(route.box.sizes)
-        states = held.states_of_matrices(route)
+        states = local.states_of_matrices(route)
         of_matrices = zip(shapes, form.views(block), states, form.views(direction), strict=True)
         return [_Matrix(place, route, *of_matrix) for of_matrix in of_matrices]
 
-    def give_back(self, held: HeldParts) -> None:
+    def give_back(self, local: LocalShards) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         chunk, back = self._chunk, self._chunk.giving_back
         assert back is not None
-        states = chunk.packed_states(held)
+        states = chunk.packed_states(local)
         back.send(
             states[place] if what == OF_WHOLE else self._directions[place][slices]
             for _, (place, what), _, slices, _, _ in back.out.parts
         )
 
-    def apply(self, held: HeldParts, math: GroupMaths) -> None:
-        """Step in the directions, on the parts held here."""
+    def apply(self, local: LocalShards, math: GroupMaths) -> None:
+        """Step in the directions, on the parts local here."""
         chunk, came = self._chunk, dict[int, Tensor]()
         own, self._directions = self._directions, {}
         for part, values in () if chunk.giving_back is None else chunk.giving_back.arrived_parts():
             place, what = part.key
             if what == OF_WHOLE:
-                held.put_whole_state(chunk.routes[place], chunk.state(values))
+                local.put_whole_state(chunk.routes[place], chunk.state(values))
             else:
                 came[place] = values.view(part.sizes)
-        for shard in chunk.held:
+        for shard in chunk.shards:
             route = shard.route
-            rule, of_group = held.staged(route, math)
+            rule, of_group = local.staged(route, math)
             mine = own.get(shard.place)
             direction = came[shard.place] if mine is None else mine[shard.in_block]
-            kept = held.part_of_state(shard)
-            target = shard.of(held.value_of(route.param))
+            kept = local.part_of_state(shard)
+            target = shard.of(local.values[route.param])
             value = exact_value(target, kept)
             new = self._finished(rule, shard, value, direction.to(value.dtype), of_group)
-            held.put(route, of_group, parameter_pairs(target, kept, new))
-            held.count(route, of_group, direction)
+            local.put(route, of_group, parameter_pairs(target, kept, new))
+            local.count(route, of_group, direction)
 
     def _finished(
-        self, rule: StagedRule, part: HeldPart, value: Tensor, direction: Tensor, math: GroupMath
+        self, rule: StagedRule, part: BlockShard, value: Tensor, direction: Tensor, math: GroupMath
     ) -> Tensor:
         """The step of a part; matrices of its block may differ in shape, so in their rate."""
         block, matrices = part.route.block, self._matrices_of[part.place]

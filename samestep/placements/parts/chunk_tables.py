@@ -29,7 +29,7 @@ from samestep.kernels.parts import (
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.splits import Form
 from samestep.placements.parts.block_stages import LocalChunk
-from samestep.placements.parts.held_parts import HeldPart, HeldParts
+from samestep.placements.parts.local_shards import BlockShard, LocalShards
 from samestep.plan.block_exchange import OF_WHOLE, Route
 from samestep.plan.exchanges import Packing
 from samestep.rules.muon import lr_factor
@@ -76,7 +76,7 @@ class _Owned(NamedTuple):
 class DirectedPart(NamedTuple):
     """A part that this rank holds, and where its direction will be."""
 
-    part: HeldPart
+    part: BlockShard
     size: Size
     source: SourceRows
 
@@ -86,18 +86,18 @@ class ChunkTables:
 
     def __init__(
         self,
-        held: HeldParts,
+        local: LocalShards,
         chunk: LocalChunk,
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
         _require_rectangles(chunk.routes)
         for route in chunk.routes:  # of all ranks, which must decide alike
-            if route.block.form is not None and is_small(held.specs[route.param].stored):
+            if route.block.form is not None and is_small(local.specs[route.param].stored):
                 raise NotRowsError  # its matrices may share scales along rows
-        self.chunk, self._device, self._places = chunk, held.device, places
+        self.chunk, self._device, self._places = chunk, local.device, places
         self.sent = sum(chunk.collection.out.sizes)
-        self.batches = self._owned_batches(held)
+        self.batches = self._owned_batches(local)
         self._jobs = [job for _, jobs in self.batches for job in jobs]
         self.size = self._jobs[-1].stop if self._jobs else self.sent  # of the buffer
         self._owned = {
@@ -105,25 +105,25 @@ class ChunkTables:
             for number, job in enumerate(self._jobs)
             for turn, place in enumerate(job.places)
         }
-        sizes = [_size(part.route, _lengths(part.in_block)) for part in chunk.held]
+        sizes = [_size(part.route, _lengths(part.in_block)) for part in chunk.shards]
         back = chunk.giving_back
         into = () if back is None else back.into.parts
         came = {part.key[0]: part.start for part in into if part.key[1] != OF_WHOLE}
         self.parts = [
             DirectedPart(part, size, self._source(part, size, came))
-            for part, size in zip(chunk.held, sizes, strict=True)
+            for part, size in zip(chunk.shards, sizes, strict=True)
         ]
-        self.momenta = self._momentum_launches(held, grad_dtypes)
+        self.momenta = self._momentum_launches(local, grad_dtypes)
         self.assembling = self._moves_into_blocks()
         self.packing = None if back is None else self._moves_back(back.out)
-        self.steps = self._step_launches(held)
+        self.steps = self._step_launches(local)
 
-    def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[OwnedBlocks]]]:
+    def _owned_batches(self, local: LocalShards) -> list[tuple[int, list[OwnedBlocks]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
         alike = _by(
             self.chunk.owned.items(),
             lambda own: (
-                held.specs[own[1].param].group,
+                local.specs[own[1].param].group,
                 *(own[1].block[2:] if own[1].block.form else sorted(own[1].block.shape)),
             ),
         )
@@ -134,11 +134,11 @@ class ChunkTables:
             for _, same in groupby(owned, key=lambda own: own[1].block.rows):
                 places, routes = map(list, zip(*same, strict=True))
                 begin = -(-begin // ROOM) * ROOM
-                block, states = routes[0].block, list(map(held.whole_state, routes))
+                block, states = routes[0].block, list(map(local.whole_state, routes))
                 params = torch.tensor([self._places[route.param] for route in routes])
                 matrices = []
                 if block.form is not None:
-                    matrices = list(map(held.states_of_matrices, routes))
+                    matrices = list(map(local.states_of_matrices, routes))
                 jobs.append(
                     OwnedBlocks(
                         Size(*block.shape),
@@ -151,7 +151,7 @@ class ChunkTables:
                     )
                 )
                 begin = jobs[-1].stop
-            batches.append((held.specs[owned[0][1].param].group, jobs))
+            batches.append((local.specs[owned[0][1].param].group, jobs))
         return batches
 
     def _in_buffer(self, place: int, first: tuple[int, int]) -> Rows:
@@ -177,7 +177,7 @@ class ChunkTables:
         return SourceRows(own.job, own.turn * short * long + along, long, tall)
 
     def _momentum_launches(
-        self, held: HeldParts, grad_dtypes: Sequence[torch.dtype]
+        self, local: LocalShards, grad_dtypes: Sequence[torch.dtype]
     ) -> list[tuple[int, MomentumOfParts]]:
         sent: dict[int, list[int]] = {}
         for packed in self.chunk.collection.out.parts:
@@ -189,20 +189,20 @@ class ChunkTables:
             if place in self._owned:
                 goes_to.insert(0, self._in_buffer(place, _first(part.route, part.in_block, size)))
             copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
-            local = torch.empty(held.value_of(index).shape, device="meta")
-            grad = _matrix(local[part.here], size)
+            like = torch.empty(local.values[index].shape, device="meta")
+            grad = _matrix(like[part.here], size)
             found.append(
                 MomentumPart(
                     self._places[index],
                     size,
                     Rows(int(grad.storage_offset()), grad.stride(0)),
-                    _known(held.part_of_state(part)["momentum_buffer"], size),
+                    _known(local.part_of_state(part)["momentum_buffer"], size),
                     goes_to[0] if goes_to else None,
-                    _rounded(held, part, size),
+                    _rounded(local, part, size),
                 )
             )
         self.copies = Moves(copies, self._device) if copies else None
-        groups = [held.specs[part.route.param].group for part, _, _ in self.parts]
+        groups = [local.specs[part.route.param].group for part, _, _ in self.parts]
         pairs = list(zip(groups, found, strict=True))
         kinds = _by(
             pairs,
@@ -244,25 +244,25 @@ class ChunkTables:
                 found.append(Move(size, source, Rows(start, size.cols)))
         return Moves(found, self._device) if found else None
 
-    def _source(self, part: HeldPart, size: Size, came: dict[int, int]) -> SourceRows:
+    def _source(self, part: BlockShard, size: Size, came: dict[int, int]) -> SourceRows:
         """Where the direction of a part is: among this rank's own, or in what came, the last."""
         place = part.place
         if place in self._owned:
             return self._in_directions(place, _first(part.route, part.in_block, size))
         return SourceRows(len(self._jobs), came[place], size.cols)
 
-    def _step_launches(self, held: HeldParts) -> list[tuple[int, StepOfParts]]:
+    def _step_launches(self, local: LocalShards) -> list[tuple[int, StepOfParts]]:
         found = []
         for part, size, source in self.parts:
             route = part.route
-            state = held.part_of_state(part)
+            state = local.part_of_state(part)
             master = state.get(MASTER, state.get(REMAINDER_KEY))
             if master is not None and master.dtype not in (torch.float32, torch.int16):
                 raise NotRowsError
-            target = _known(part.of(held.value_of(route.param)), size)
+            target = _known(part.of(local.values[route.param]), size)
             own = None if master is None else _known(master, size)
             group, whole = (
-                held.specs[route.param].group,
+                local.specs[route.param].group,
                 StepPart(
                     self._places[route.param],
                     size,
@@ -342,14 +342,14 @@ def _known(view: Tensor, size: Size) -> Tensor:
     return _matrix(view, size)
 
 
-def _rounded(held: HeldParts, part: HeldPart, size: Size) -> Rounded | None:
+def _rounded(local: LocalShards, part: BlockShard, size: Size) -> Rounded | None:
     """What kernels need to know of a part whose momentum is rounded at random."""
-    where = held.elements_of(part.route.param)
+    where = local.elements[part.route.param]
     if where is None:
         return None
     origin = where.at(_matrix(part.of(where.elements), size)).origin()
-    step = held.whole_state(part.route)[STEP]
-    scale = held.part_of_state(part).get("momentum_buffer" + SCALE_SUFFIX)
+    step = local.whole_state(part.route)[STEP]
+    scale = local.part_of_state(part).get("momentum_buffer" + SCALE_SUFFIX)
     if scale is not None:
         scale = _matrix(scale, Size(size.rows, scale.numel() // size.rows))
     return Rounded(origin, step, scale)

@@ -18,7 +18,7 @@ from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonali
 from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.placements.parts.block_stages import LocalChunk
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
-from samestep.placements.parts.held_parts import HeldParts
+from samestep.placements.parts.local_shards import LocalShards
 from samestep.plan.block_exchange import OF_WHOLE
 from samestep.rules.state import State
 from samestep.rules.stored import STEP
@@ -29,15 +29,15 @@ from samestep.update.triton import can_run
 class StepTables:
     """Gradients, presence and options of one step."""
 
-    def __init__(self, held: HeldParts, params: Sequence[int]) -> None:
+    def __init__(self, local: LocalShards, params: Sequence[int]) -> None:
         # Contiguous: as tables of parts take them to be. Kept until all launches have read them.
-        self._grads = [held.gradient_of(index).contiguous() for index in params]
+        self._grads = [local.gradient_of(index).contiguous() for index in params]
         self.dtypes = [grad.dtype for grad in self._grads]
-        self._device = held.device
+        self._device = local.device
         self._maths: dict[int, tuple[GroupMath, Step]] = {}
         self._can: dict[int, bool] = {}
         aligned = not reduce(operator.or_, [grad.data_ptr() for grad in self._grads], 0) % 16
-        flags = [held.present[index] for index in params]
+        flags = [local.present[index] for index in params]
         table = Table([self._grads]).addresses[0]
         self.grads = GradientTable(table, aligned, self._writes(flags))
 
@@ -74,10 +74,10 @@ class KernelStages:
         self._out: Tensor | None = None
         self._directions: list[Tensor] = []
 
-    def collect(self, held: HeldParts, math: GroupMaths) -> None:
-        """Prepare the parts held here, and start sending them to the owners."""
+    def collect(self, local: LocalShards, math: GroupMaths) -> None:
+        """Prepare the parts local here, and start sending them to the owners."""
         chunk = self._tables.chunk
-        out = torch.empty(self._tables.size, dtype=chunk.dtype, device=held.device)
+        out = torch.empty(self._tables.size, dtype=chunk.dtype, device=local.device)
         for group, parts in self._tables.momenta:
             parts.run_(self._step.grads, out, self._step.of_group(group, math)[1])
         if self._tables.copies is not None:
@@ -85,7 +85,7 @@ class KernelStages:
         chunk.collection.send_packed(out[: self._tables.sent])
         self._out = out
 
-    def transform(self, held: HeldParts, math: GroupMaths) -> None:
+    def transform(self, local: LocalShards, math: GroupMaths) -> None:
         """Orthogonalize the blocks that this rank owns."""
         received = self._tables.chunk.collection.arrived()
         out, self._out = self._out, None
@@ -160,44 +160,44 @@ class KernelStages:
                 place.copy_(own.reshape(place.shape))
         return result
 
-    def give_back(self, held: HeldParts) -> None:
+    def give_back(self, local: LocalShards) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         chunk, back = self._tables.chunk, self._tables.chunk.giving_back
         assert back is not None
         buffer = back.new_buffer()
         if self._tables.packing is not None:
             self._tables.packing.run_(self._directions, buffer)
-        states = chunk.packed_states(held)
+        states = chunk.packed_states(local)
         for part in back.out.parts:
             place, what = part.key
             if what == OF_WHOLE:
                 buffer[part.start : part.start + part.numel] = states[place]
         back.send_packed(buffer)
 
-    def apply(self, held: HeldParts, math: GroupMaths) -> None:
-        """Step in the directions, on the parts held here."""
+    def apply(self, local: LocalShards, math: GroupMaths) -> None:
+        """Step in the directions, on the parts local here."""
         sources, self._directions = self._directions, []
         back = self._tables.chunk.giving_back
         if back is not None:
             sources.append(back.arrived())
-            self._put_whole_states(held, back, sources[-1])
+            self._put_whole_states(local, back, sources[-1])
         measured = False
         for group, parts in self._tables.steps:
             of_group, step = self._step.of_group(group, math)
             parts.run_(sources, self._step.grads.writes, step)
             measured |= of_group.sizes is not None
         for part, size, source in self._tables.parts if measured else ():
-            of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
-            held.count(part.route, of_group, _taken(sources, source, size))
+            of_group, _ = self._step.of_group(local.specs[part.route.param].group, math)
+            local.count(part.route, of_group, _taken(sources, source, size))
 
-    def _put_whole_states(self, held: HeldParts, back: PackedExchange, received: Tensor) -> None:
+    def _put_whole_states(self, local: LocalShards, back: PackedExchange, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
         chunk = self._tables.chunk
         for part in back.into.parts:
             place, what = part.key
             if what == OF_WHOLE:
                 state = chunk.state(received[part.start : part.start + part.numel])
-                held.put_whole_state(chunk.routes[place], state)
+                local.put_whole_state(chunk.routes[place], state)
 
 
 def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
@@ -219,26 +219,26 @@ class SpreadBlocks:
         self._groups: dict[int, set[int]] = {}
         self._step: StepTables | None = None
 
-    def begin_step(self, held: HeldParts) -> None:
+    def begin_step(self, local: LocalShards) -> None:
         """Forget what was replaced since the last step."""
         self._step = None
-        if self._known is None or not self._known.is_still(held, self._params):
-            self._known, self._tables = _Known(held, self._params), {}
+        if self._known is None or not self._known.is_still(local, self._params):
+            self._known, self._tables = _Known(local, self._params), {}
 
-    def stages(self, held: HeldParts, number: int, math: GroupMaths) -> KernelStages | None:
+    def stages(self, local: LocalShards, number: int, math: GroupMaths) -> KernelStages | None:
         """A chunk with the tables of this step; None: plain torch does it."""
         if self._step is None:
             assert self._known is not None
-            self._step = StepTables(held, self._params)
+            self._step = StepTables(local, self._params)
             if self._step.dtypes != self._known.grad_dtypes:
                 self._known.grad_dtypes, self._tables = self._step.dtypes, {}
         chunk = self._chunks[number]
         if number not in self._groups:
-            self._groups[number] = {held.specs[route.param].group for route in chunk.routes}
+            self._groups[number] = {local.specs[route.param].group for route in chunk.routes}
         if not all(self._step.can_run(group, math) for group in self._groups[number]):
             return None
         if number not in self._tables:
-            self._tables[number] = self._made(held, chunk)
+            self._tables[number] = self._made(local, chunk)
         tables = self._tables[number]
         return None if tables is None else KernelStages(tables, self._step)
 
@@ -249,11 +249,11 @@ class SpreadBlocks:
     def end_step(self) -> None:
         self._step = None
 
-    def _made(self, held: HeldParts, chunk: LocalChunk) -> ChunkTables | None:
+    def _made(self, local: LocalShards, chunk: LocalChunk) -> ChunkTables | None:
         assert self._known is not None
         dtypes = self._known.grad_dtypes
         try:
-            return ChunkTables(held, chunk, self._places, dtypes)
+            return ChunkTables(local, chunk, self._places, dtypes)
         except NotRowsError:
             return None
 
@@ -261,21 +261,21 @@ class SpreadBlocks:
 class _Known:
     """Parameters and state as a step found them."""
 
-    def __init__(self, held: HeldParts, params: Sequence[int]) -> None:
-        self._states = [held.state_of(index) for index in params]
+    def __init__(self, local: LocalShards, params: Sequence[int]) -> None:
+        self._states = [local.states[index] for index in params]
         self._tensors = _tensors(self._states)
-        self._addresses = _addresses(held, params)
+        self._addresses = _addresses(local, params)
         self.grad_dtypes: list[torch.dtype] = []
 
-    def is_still(self, held: HeldParts, params: Sequence[int]) -> bool:
+    def is_still(self, local: LocalShards, params: Sequence[int]) -> bool:
         """Whether nothing was replaced since."""
-        states = [held.state_of(index) for index in params]
+        states = [local.states[index] for index in params]
         tensors = _tensors(states)
         return (
             all(map(operator.is_, states, self._states))
             and len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))
-            and _addresses(held, params) == self._addresses
+            and _addresses(local, params) == self._addresses
         )
 
 
@@ -283,5 +283,5 @@ def _tensors(states: Sequence[State]) -> list[Tensor]:
     return [tensor for state in states for tensor in state.values()]
 
 
-def _addresses(held: HeldParts, params: Sequence[int]) -> list[int]:
-    return [held.value_of(index).data_ptr() for index in params]
+def _addresses(local: LocalShards, params: Sequence[int]) -> list[int]:
+    return [local.values[index].data_ptr() for index in params]

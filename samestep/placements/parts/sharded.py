@@ -26,8 +26,8 @@ from samestep.layout.boxes import Box, HeldBox, HeldState, local_of, mesh_of
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
-from samestep.placements.parts.held_parts import (
-    HeldParts,
+from samestep.placements.parts.local_shards import (
+    LocalShards,
     placed_beside,
     refuse_cut_scales,
     refuse_unstaged,
@@ -40,7 +40,7 @@ from samestep.placements.windows import Home, Unit, WindowPart, home_of
 from samestep.plan.layouts import Key, whole
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
-from samestep.rules.state import State, Stored, whole_shapes
+from samestep.rules.state import State, Stored, whereabouts, whole_shapes
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
@@ -79,10 +79,16 @@ class ShardedParameters(Placement):
                 raise problem from None
             refuse_cut_scales(spec, self._held[-1].boxes)
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
-        self.parts = DTensorParts(
-            self.params, self.specs, self._held, self.group, self.group.size / ranks, self.device
+        self.shards = LocalShards(
+            self.specs,
+            self._held,
+            self.group,
+            self.device,
+            [whereabouts(spec.name, spec.shape, spec.stored) for spec in self.specs],
+            share=self.group.size / ranks,
         )
-        self.exchange = BlockExchange(self.parts, distribution)
+        self._sums: Mapping[Tensor, DTensor] = {}  # gradients of which others alone had summands
+        self.exchange = BlockExchange(self.shards, distribution)
         self.shape = self.exchange.shape
         lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
@@ -137,7 +143,7 @@ class ShardedParameters(Placement):
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the parameter's shape is sharded as it is; all other is on every rank."""
-        self.parts.groups = groups
+        self.shards.groups = groups
         home = home_of(self.device, self._distribution.offload)
         made: dict[Tensor, State] = {}
         for param, spec in zip(self.params, self.specs, strict=True):
@@ -236,7 +242,8 @@ class ShardedParameters(Placement):
         self._summands[index] = max(self._summands[index], anywhere)
         if own in sums:  # the step will find the others' added up already
             own.grad = sums[own]
-        whole = self._whole(index, placed_beside(own, self.parts.gradient_of(index)))
+        local = torch.zeros_like(own.to_local()) if own.grad is None else local_of(own.grad)
+        whole = self._whole(index, placed_beside(own, local))
         return whole if anywhere else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
@@ -255,7 +262,8 @@ class ShardedParameters(Placement):
         super().begin_step(state, problem)
         changed = self._tensors.changed(self._names, self.group)
         self.problem = problem or changed or self._gradient_problem()
-        self.parts.state = state
+        self.shards.values = [param.to_local() for param in self.params]
+        self.shards.states = [state[param] for param in self.params]
         self.exchange.begin_step()
         if self._distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
@@ -276,14 +284,15 @@ class ShardedParameters(Placement):
 
     def may_be_present(self, about: Any) -> bool:
         """Blocks that come together do so with those that are absent."""
-        return not isinstance(about, int) or self.parts.present[about] is not False
+        return not isinstance(about, int) or self.shards.present[about] is not False
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Blocks travel; gradients come reduced, and what is updated in place is nobody else's."""
         self.exchange.run(operation, maths, self.chunk_arrived(operation))
 
     def finish_step(self) -> None:
-        self.parts.sums = {}
+        self._sums = {}
+        self.shards.values, self.shards.gradients = (), []
         self.exchange.end_step()
 
     abandon_step = finish_step
@@ -313,11 +322,13 @@ class ShardedParameters(Placement):
             for param, code, anywhere in zip(self.params, codes, present, strict=True)
             if param.grad is None and anywhere is not False
         }
-        self.parts.sums = combine_gradients(self.params, nothing)
-        self.parts.present = present
+        self._sums = combine_gradients(self.params, nothing)
+        grads = (self._sums.get(p) if p.grad is None else p.grad for p in self.params)
+        self.shards.gradients = [None if grad is None else local_of(grad) for grad in grads]
+        self.shards.present = present
 
     def scale_gradients(self, factor: Tensor) -> None:
-        for param, summed in self.parts.sums.items():  # the others have the same from now on
+        for param, summed in self._sums.items():  # the others have the same from now on
             param.grad = summed
         super().scale_gradients(factor)
 
@@ -340,7 +351,7 @@ class ShardedParameters(Placement):
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
-        flags = self.parts.present or [False] * len(self.params)
+        flags = self.shards.present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.specs, flags, strict=True)]
 
     def operands(
@@ -349,15 +360,15 @@ class ShardedParameters(Placement):
         """The local parts of elementwise parameters."""
         if window is None:
             for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
-                if spec.blocks is None and self.parts.present[index] is not False:
-                    value, grad = param.to_local(), self.parts.gradient_of(index)
+                if spec.blocks is None and self.shards.present[index] is not False:
+                    value, grad = self.shards.values[index], self.shards.gradient_of(index)
                     origin = self._origin(index)
                     yield self._operand(index, value, grad, self._local_state(param), origin)
             return
         for part, state in self.arrived(window):
             index = part.unit.about
-            if self.parts.present[index] is not False:
-                value, grad = self.params[index].to_local(), self.parts.gradient_of(index)
+            if self.shards.present[index] is not False:
+                value, grad = self.shards.values[index], self.shards.gradient_of(index)
                 if not part.is_whole:
                     value = value.view(-1)[part.start : part.stop]
                     grad = grad.reshape(-1)[part.start : part.stop]
@@ -366,15 +377,15 @@ class ShardedParameters(Placement):
     def _operand(
         self, index: int, value: Tensor, grad: Tensor, state: State, origin: Origin | None
     ) -> tuple[int, Operand]:
-        present = self.parts.present[index]
+        present = self.shards.present[index]
         flag = present if isinstance(present, Tensor) else None
-        counted, share = self.parts.answers_for(index), self.parts.share
+        counted, share = self.shards.is_primary(index), self.shards.share
         operand = Operand(value, grad, state, flag, counted, share, origin=origin)
         return self.specs[index].group, operand
 
     def _origin(self, index: int, part: WindowPart | None = None) -> Origin | None:
         """Where the local part of an elementwise parameter lies, or a range of it."""
-        where = self.parts.elements_of(index)
+        where = self.shards.elements[index]
         if where is not None and part is not None and not part.is_whole:
             where = where.stretch(part.start, part.stop)
         return None if where is None else where.origin()
@@ -382,33 +393,8 @@ class ShardedParameters(Placement):
     def gradients(self) -> Iterator[Tensor]:
         """Local gradients; of copies only the first."""
         for index in range(len(self.params)):
-            if self.parts.present[index] is not False and self.parts.answers_for(index):
-                yield self.parts.gradient_of(index)
-
-
-class DTensorParts(HeldParts):
-    """What a rank holds of DTensors; `state`: of the step.
-
-    sums: gradients of the step of which other ranks alone had summands.
-    """
-
-    state: Mapping[Tensor, State]
-
-    def __init__(self, params: Sequence[DTensor], *args: Any) -> None:
-        self.params = params
-        self.sums: Mapping[Tensor, DTensor] = {}
-        super().__init__(*args)
-
-    def value_of(self, index: int) -> Tensor:
-        return self.params[index].to_local()
-
-    def gradient_of(self, index: int) -> Tensor:
-        param = self.params[index]
-        grad = self.sums.get(param) if param.grad is None else param.grad
-        return torch.zeros_like(self.value_of(index)) if grad is None else local_of(grad)
-
-    def state_of(self, index: int) -> State:
-        return self.state[self.params[index]]
+            if self.shards.present[index] is not False and self.shards.is_primary(index):
+                yield self.shards.gradient_of(index)
 
 
 def _is_on(mesh: DeviceMesh, param: Tensor) -> bool:

@@ -2,13 +2,12 @@
 
 A rank averages the part that it holds with the ranks that hold the same part, as it does with
 plain parameters. What concerns the ranks of its own mesh is here: summands of gradients are added
-up, whole values are gathered, and blocks come together. Each rank among the copies answers for
-some blocks; its mesh brings these together, and spreads them over owners.
+up, whole values are gathered, and blocks come together. Each rank among the copies is the primary
+holder of some blocks; its mesh brings these together, and spreads them over owners.
 """
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,8 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Shape
 from samestep.placements.parts.block_exchange import BlockExchange
-from samestep.placements.parts.held_parts import (
-    HeldParts,
+from samestep.placements.parts.local_shards import (
+    LocalShards,
     placed_beside,
     refuse_cut_scales,
     refuse_unstaged,
@@ -40,7 +39,7 @@ from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.placements.whole.piece_shards import PieceShards
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.layouts import Key
-from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
+from samestep.plan.narrowed import PrimaryBlock, even_share, held_spec, primary_blocks
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import State, Whereabouts, whereabouts
 
@@ -54,7 +53,7 @@ class MeshParts:
     """
 
     exchange: BlockExchange
-    blocks: "AnsweredBlocks"
+    blocks: "PrimaryBlocks"
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class MeshParts:
             f"{spec.name}: {tuple(param.shape)} as {param.placements}" for spec, param in placed
         ]
 
-    def answers_for(self, index: int) -> bool:
+    def is_primary(self, index: int) -> bool:
         """Whether this rank's copy inside the mesh is the one that counts in sums over ranks."""
         return self._held[index].replicas[self.group.rank] == 0
 
@@ -103,24 +102,24 @@ class MeshParts:
         distribution: Distribution,
         device: torch.device,
     ) -> None:
-        """Spread the blocks that this rank answers for among the copies over its mesh."""
+        """Spread the blocks of which this rank is the primary holder over its mesh."""
         held = [
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), *of_param)
             for spec, of_param in zip(self._wholes, self._held, strict=True)
         ]
-        items = answered_blocks(plan, held, copies.rank)
+        items = primary_blocks(plan, held, copies.rank)
         mine = [
             item.has_parts_in(self.boxes[item.piece.param], held[item.piece.param].shape)
             for item in items
         ]
-        self.blocks = AnsweredBlocks(items, mine, self.group, device)
-        self.exchange = BlockExchange(self.blocks, distribution)
+        self.blocks = PrimaryBlocks(items, mine, self.group, device)
+        self.exchange = BlockExchange(self.blocks.shards, distribution)
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """There is state now: refuse rules without stages, make what blocks need to travel."""
         for spec in self.specs:
             refuse_unstaged(spec, groups[spec.group])
-        self.blocks.groups = groups
+        self.blocks.shards.groups = groups
         self.exchange.prepare()
 
     # --- summands ------------------------------------------------------------------------
@@ -210,95 +209,81 @@ class MeshParts:
         return placed_beside(self._params[index], local, per)
 
 
-class AnsweredBlocks(HeldParts):
-    """The blocks of a mesh for which its ranks answer among the copies, each by itself.
+class PrimaryBlocks:
+    """The blocks of which this rank is the primary holder among copies, each as a tensor.
 
+    shards: what this rank holds of them.
     mine: of each whether the piece has parts of it.
     """
 
     def __init__(
         self,
-        items: Sequence[AnsweredBlock],
+        items: Sequence[PrimaryBlock],
         mine: Sequence[bool],
         group: RankGroup,
         device: torch.device,
     ) -> None:
-        boxes = [Held(item.held.boxes, item.held.replicas) for item in items]
-        super().__init__([item.spec for item in items], boxes, group, 1.0, device)
         self.items, self._mine = items, mine
-        self._nothing = torch.empty(0, 0, device=device)
-        self._grads: dict[Piece, Tensor] = {}
-        self._values: list[Tensor] = []
-        self._states: list[State] = []
-
-    def value_of(self, index: int) -> Tensor:
-        item = self.items[index]
-        if not self._values:  # before the first step, where only shape and dtype matter
-            shape = (0, 0)
-            if self._mine[index]:
-                shape = item.held.boxes[self.group.rank].sizes  # type: ignore[assignment]
-            dtype = getattr(torch, item.spec.dtype.removeprefix("torch."))
-            return torch.empty(shape, dtype=dtype, device="meta")
-        return self._values[index]
-
-    def gradient_of(self, index: int) -> Tensor:
-        value = self.value_of(index)
-        if not self._mine[index]:
-            return torch.zeros_like(value)
-        return self._grads[self.items[index].piece].view(value.shape)
-
-    def state_of(self, index: int) -> State:
-        return self._states[index]
-
-    def elements_of(self, index: int) -> Whereabouts | None:
-        item = self.items[index]
-        where = whereabouts(item.of.name, item.of.shape, item.of.stored)
-        if where is None:
-            return None
-        elements = item.block.view(where.elements).view(item.block.shape)
-        return where.at(elements[item.held.boxes[self.group.rank].slices])
-
-    def answers_for(self, index: int) -> bool:
-        return self.items[index].counted and super().answers_for(index)
-
-    def kept_of_whole(self, route: Any) -> State:
-        state = self.state_of(route.param)
-        return {key: state[key] for key in state if self.is_of_whole(route.param, key)}
+        self._places = {  # of pieces that are here
+            item.piece: index
+            for index, (item, own) in enumerate(zip(items, mine, strict=True))
+            if own
+        }
+        self.shards = LocalShards(
+            [item.spec for item in items],
+            [Held(item.held.boxes, item.held.replicas) for item in items],
+            group,
+            device,
+            [_whereabouts(item) for item in items],
+            counted=[item.counted for item in items],
+        )
+        self.drop()
 
     def take_shards(self, shards: PieceShards) -> None:
         """Read values and state of blocks from these shards, in this step and those after it."""
         of_items = [shards[item.piece] for item in self.items]
-        self._values = [
+        self.shards.values = [
             shard.value if mine else shard.value.new_empty(0, 0)
             for shard, mine in zip(of_items, self._mine, strict=True)
         ]
-        self._states = [
+        self.shards.states = [
             self._item_state(number, shard.state) for number, shard in enumerate(of_items)
         ]
 
     def _item_state(self, number: int, state: State) -> State:
         return {
-            key: tensor[self.items[number].stack]
-            if self.is_of_whole(number, key)
+            key: tensor[self.items[number].stack].view(-1)
+            if self.shards.is_of_whole(number, key)
             else (tensor if self._mine[number] else tensor.new_empty(0, 0))
             for key, tensor in state.items()
         }
 
     def take(self, grads: Sequence[tuple[Piece, Tensor]]) -> None:
         """The mean gradients of pieces that are blocks, until the step is over."""
-        self._grads |= {piece: grad for piece, grad in grads if piece.block is not None}
+        for piece, grad in grads:
+            if piece in self._places:
+                self.shards.gradients[self._places[piece]] = grad
 
     def set_present(self, present: Sequence[bool | Tensor]) -> None:
-        self.present = [present[item.piece.param] for item in self.items]
+        self.shards.present = [present[item.piece.param] for item in self.items]
 
     def gradients(self) -> list[Tensor]:
-        """Those that this rank answers for in sums over ranks."""
+        """Those that count in sums over ranks."""
+        shards = self.shards
         return [
-            self._grads[item.piece]
-            for index, item in enumerate(self.items)
-            if self._mine[index] and self.present[index] is not False and self.answers_for(index)
+            grad
+            for index, grad in enumerate(shards.gradients)
+            if grad is not None and shards.present[index] is not False and shards.is_primary(index)
         ]
 
     def drop(self) -> None:
         """Free the averaged gradients of blocks: the step is over."""
-        self._grads.clear()
+        self.shards.gradients = [None] * len(self.items)
+
+
+def _whereabouts(item: PrimaryBlock) -> Whereabouts | None:
+    """Where the elements of a block are in its parameter, if any are rounded at random."""
+    where = whereabouts(item.of.name, item.of.shape, item.of.stored)
+    if where is None:
+        return None
+    return where.at(item.block.view(where.elements).view(item.block.shape))

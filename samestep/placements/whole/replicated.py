@@ -212,7 +212,7 @@ class ReplicatedParameters(Placement):
         return f"us: {ranks_text(self.group.members)}{outer}"
 
     def updated_by(self, param: Tensor) -> str:
-        """Those of the copies that answer for it; of a DTensor they do so for their parts of it."""
+        """Those of the copies that are its primary holders; of a DTensor, of their parts of it."""
         index, owners = self._index(param), set[int]()
         for bucket in self.plan.buckets:
             for rank, segment in bucket.filled:
@@ -504,7 +504,7 @@ class ReplicatedParameters(Placement):
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
         for piece, grad, views in self._seen(number, window):
-            counted = of_copies and (self.mesh is None or self.mesh.answers_for(piece.param))
+            counted = of_copies and (self.mesh is None or self.mesh.is_primary(piece.param))
             present = self._present[piece.param]
             if present is False:
                 continue

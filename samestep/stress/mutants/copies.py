@@ -49,14 +49,16 @@ def copies_averaged_twice(original: Any, self: GradientReducer, number: int) -> 
 @mutant("state", RANDOM, **PLACE, replaces=(ReplicatedParameters, "average"))
 def parts_of_another_data_rank(original: Any, self: ReplicatedParameters, number: int) -> None:
     """a part of a block comes from another data rank, which has the mean of another block"""
-    # Ranks along the model axis do not agree on who answers for what.
+    # Ranks along the model axis do not agree on who is the primary holder of what.
     original(self, number)
     bucket = self.plan.buckets[number]
     if self.mesh is None or bucket.replicated or self.mesh.group.rank != 1:
         return
     pieces = [_blocks(segment) for segment in bucket.segments]
     sizes = [sum(piece.size for piece in own) for own in pieces]
-    means = self.mesh.blocks._grads
+    blocks = self.mesh.blocks
+    found = zip(blocks.items, blocks.shards.gradients, strict=True)
+    means = {item.piece: grad for item, grad in found if grad is not None}
     mine = torch.cat([torch.empty(0), *(means[p].view(-1) for p in pieces[self.group.rank])])
     of_ranks = gather_segments("means of other blocks", mine, sizes, self.group).wait()
     theirs = of_ranks[(self.group.rank + 1) % self.group.size]

@@ -18,8 +18,7 @@ from samestep.parallel.experts import Places
 from samestep.placements import planner
 from samestep.placements.parts import gradients
 from samestep.placements.parts.gradients import Mark
-from samestep.placements.parts.held_parts import HeldParts
-from samestep.placements.parts.sharded import DTensorParts
+from samestep.placements.parts.local_shards import LocalShards
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, mutant
@@ -176,14 +175,14 @@ def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *res
     return torch.cat([part for part, _ in parts], -2), parts[0][1]
 
 
-@mutant("state", RANDOM, layout="fsdp2_parallel", replaces=(DTensorParts, "gradient_of"))
-def reduced_gradients_divided_again(original: Any, self: DTensorParts, index: int) -> Any:
+@mutant("state", RANDOM, layout="fsdp2_parallel", replaces=(LocalShards, "gradient_of"))
+def reduced_gradients_divided_again(original: Any, self: LocalShards, index: int) -> Any:
     """gradients of DTensors, which come averaged, are divided by the number of ranks again"""
     # Invisible in Muon's parameters, not in its momentum.
     return original(self, index) / self.group.size
 
 
-@mutant("state", "clipped", layout="ep_fsdp2", replaces=(HeldParts, "answers_for"))
-def copies_counted_in_the_norm(original: Any, self: HeldParts, index: int) -> bool:
+@mutant("state", "clipped", layout="ep_fsdp2", replaces=(LocalShards, "is_primary"))
+def copies_counted_in_the_norm(original: Any, self: LocalShards, index: int) -> bool:
     """copies of a DTensor are all counted in the joint norm"""
     return True

@@ -18,14 +18,14 @@ from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, Whereabouts, block_states, matrix_states, whereabouts
+from samestep.rules.state import State, Whereabouts, block_states, matrix_states
 from samestep.rules.stored import STEP, block_size
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
 Slices = tuple[slice, ...]
 
 
-class HeldPart(NamedTuple):
+class BlockShard(NamedTuple):
     """What this rank holds of a block: where it is in the local tensors, and in the block."""
 
     place: int  # of the block in its chunk
@@ -46,73 +46,76 @@ class BlockState(NamedTuple):
 
 
 @dataclass(eq=False)
-class HeldParts:
-    """The parts of one rank; `group` has the others, and `boxes` what each holds of a parameter.
+class LocalShards:
+    """The shards of one rank in one step, of the tensors of a mesh.
 
-    Whoever has them says what a rank holds: parameters of a mesh, or blocks of which a rank among
-    copies answers for some, each a parameter of its own here.
+    The tensors are parameters, or blocks of which this rank is the primary holder among copies.
 
+    held: who of the mesh, `group`, holds what of each tensor.
+    wholes: where the elements of each tensor are in a whole parameter; None: nothing is rounded
+        at random.
+    counted: the tensors of which this rank counts among ranks of other meshes; None: all.
     share: of sums over all ranks that the optimizer has, since other meshes hold copies.
+    values, states: of this step, to write into; the same objects unless something was replaced.
+    gradients: of this step; None: only others may have one.
     groups: there from when state is made.
-    present: whether each parameter has a gradient on any rank, in this step.
+    present: whether each tensor has a gradient on any rank, in this step.
     """
 
     specs: Sequence[ParamSpec]
-    boxes: Sequence[Held]
+    held: Sequence[Held]
     group: RankGroup
-    share: float
     device: torch.device
+    wholes: Sequence[Whereabouts | None]
+    counted: Sequence[bool] | None = None
+    share: float = 1.0
+    values: Sequence[Tensor] = field(init=False, default=())
+    states: Sequence[State] = field(init=False, default=())
+    gradients: list[Tensor | None] = field(init=False, default_factory=list)
     groups: Sequence[Group] = field(init=False)
     present: list[bool | Tensor] = field(init=False, default_factory=list)
     _come: dict[Key, BlockState] = field(init=False, default_factory=dict)
-    _elements: dict[int, Whereabouts | None] = field(init=False, default_factory=dict)
 
-    def value_of(self, index: int) -> Tensor:
-        """What this rank holds of a parameter, to write into."""
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        self.elements = [  # of a whole parameter, that each shard has
+            None if where is None else where.at(where.elements[self.box(index).slices])
+            for index, where in enumerate(self.wholes)
+        ]
+
+    def box(self, index: int) -> Box:
+        """What this rank holds of a tensor."""
+        return self.held[index].boxes[self.group.rank]
 
     def gradient_of(self, index: int) -> Tensor:
-        """The gradient of that; zeros if only others have one."""
-        raise NotImplementedError
+        """The gradient of a shard; zeros if only others have one."""
+        value, grad = self.values[index], self.gradients[index]
+        return torch.zeros_like(value) if grad is None else grad.view(value.shape)
 
-    def state_of(self, index: int) -> State:
-        """The state of a parameter in this step; the same dict as long as nothing was replaced."""
-        raise NotImplementedError
-
-    def elements_of(self, index: int) -> Whereabouts | None:
-        """Which elements this rank holds of a parameter; None: nothing is rounded at random."""
-        if index not in self._elements:  # which plans have decided
-            spec = self.specs[index]
-            where = whereabouts(spec.name, spec.shape, spec.stored)
-            if where is not None:
-                where = where.at(where.elements[self.boxes[index].boxes[self.group.rank].slices])
-            self._elements[index] = where
-        return self._elements[index]
-
-    def origin_of(self, part: HeldPart) -> Origin | None:
+    def origin_of(self, part: BlockShard) -> Origin | None:
         """Where a part lies in the whole parameter."""
-        where = self.elements_of(part.route.param)
+        where = self.elements[part.route.param]
         return None if where is None else where.at(part.of(where.elements)).origin()
 
     def is_of_whole(self, index: int, key: str) -> bool:
         """Whether state belongs to whole blocks, such as their variance."""
         return self.specs[index].stored[key].per is None
 
-    def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
-        """Every block of a chunk of which this rank holds a part."""
+    def of_blocks(self, chunk: Sequence[Route]) -> list[BlockShard]:
+        """The shards of a chunk's blocks that this rank holds."""
         rank, found = self.group.rank, []
         for place, route in enumerate(chunk):
             part = route.held.box_of(rank)
             if part is not None:
-                here = part.shifted(route.box).within(self.boxes[route.param].boxes[rank])
-                found.append(HeldPart(place, route, here.slices, part.slices))
+                here = part.shifted(route.box).within(self.box(route.param))
+                found.append(BlockShard(place, route, here.slices, part.slices))
         return found
 
-    def answers_for(self, index: int) -> bool:
-        """Whether this rank's copy is the one that counts in sums over ranks."""
-        return self.boxes[index].replicas[self.group.rank] == 0
+    def is_primary(self, index: int) -> bool:
+        """Whether this rank's copy of a shard is the one that counts in sums over ranks."""
+        counts = self.counted is None or self.counted[index]
+        return counts and self.held[index].replicas[self.group.rank] == 0
 
-    def part_of_state(self, part: HeldPart) -> State:
+    def part_of_state(self, part: BlockShard) -> State:
         """Of a part: what has an element for each of its, or for some neighbours."""
         if part.route.key in self._come:
             return self._come[part.route.key].of_part
@@ -132,19 +135,19 @@ class HeldParts:
         """State that had come from the host for this step is gone again."""
         self._come = {}
 
-    def kept_of_part(self, part: HeldPart) -> State:
+    def kept_of_part(self, part: BlockShard) -> State:
         """The state of a part where it stays between steps, perhaps on the host."""
         index = part.route.param
         stored = self.specs[index].stored
         return {
             key: local_of(tensor)[divided(part.here, stored[key].per or 1)]
-            for key, tensor in self.state_of(index).items()
+            for key, tensor in self.states[index].items()
             if not self.is_of_whole(index, key)
         }
 
     def kept_of_whole(self, route: Route) -> State:
         """The state of a whole block where it stays between steps, perhaps on the host."""
-        state = self.state_of(route.param)
+        state = self.states[route.param]
         of_whole = {key: state[key] for key in state if self.is_of_whole(route.param, key)}
         if not of_whole:
             return {}
@@ -193,7 +196,7 @@ class HeldParts:
         if of_group.sizes is None or present is False:
             return
         flag = present if isinstance(present, Tensor) else None
-        counted = self.answers_for(route.param)
+        counted = self.is_primary(route.param)
         operand = Operand(direction, direction, {}, flag, counted, self.share)
         wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
         square = wide.square().sum(dtype=torch.float64).reshape(1)

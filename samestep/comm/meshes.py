@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,24 +15,13 @@ from samestep.comm.presence import CopiedHere
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 from samestep.plan.copied import copied_along, line_of
 from samestep.plan.exchanges import Exchange
-from samestep.plan.layouts import by_box, whole, whole_on
+from samestep.plan.layouts import RankBoxes, by_box, whole, whole_on
 
 _WAY_OUT = (
     "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
     "leave each of them a summand, a DTensor that is Partial() along this axis of the mesh: the "
     "optimizer adds them up, and takes zeros where there is none"
 )
-
-
-class Held(NamedTuple):
-    """Who holds what of a DTensor, by rank of its mesh's group."""
-
-    boxes: tuple[Box, ...]
-    replicas: tuple[int, ...]  # which copy of its box a rank holds; 0 answers for it
-
-    def divided(self, per: int) -> "Held":
-        """Of a tensor that has one element for `per` neighbours in the last dim."""
-        return self._replace(boxes=tuple(box.divided(per) for box in self.boxes))
 
 
 def mesh_group(mesh: DeviceMesh) -> RankGroup:
@@ -85,7 +73,7 @@ def place_here(mesh: DeviceMesh) -> tuple[int, ...]:
     return shard_places(mesh)[dist.get_rank()]
 
 
-def held(tensor: DTensor, group: RankGroup) -> Held:
+def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
     """Who holds what; raises ValueError for a placement that cannot be supported."""
     mesh = tensor.device_mesh
     cuts = [_cut(placement) for placement in tensor.placements]
@@ -109,7 +97,7 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
             f"rank {dist.get_rank()} holds {here} of it and should hold "
             f"{mine.sizes} by its placements {tensor.placements}"
         )
-    return Held(boxes, copies)
+    return RankBoxes(boxes, copies)
 
 
 def copied_here(
@@ -156,7 +144,7 @@ def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
 
 
 def whole_tensor(
-    tensor: DTensor, known: Held | None = None, device: torch.device | None = None
+    tensor: DTensor, known: RankBoxes | None = None, device: torch.device | None = None
 ) -> Tensor:
     """All of a DTensor, on every rank of its mesh; `known`: who holds what. Collective.
 

@@ -33,7 +33,7 @@ from samestep.estimate.placed import (
 )
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
-from samestep.layout.boxes import Box, Cut, all_boxes, replicas
+from samestep.layout.boxes import Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import KnownGroup, LocalParameters
 from samestep.placements.parts.local_shards import refuse_cut_scales
@@ -44,8 +44,8 @@ from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.planned import levels_of
 from samestep.placements.whole.planned import planned as planned_shares
 from samestep.placements.windows import Unit, Windows
-from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.copied import CopiedAlong, copied_along, copied_by_all
+from samestep.plan.layouts import RankBoxes
 from samestep.plan.links import Fabric, usual_links
 from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
@@ -348,10 +348,7 @@ def _parts(asked: _Request) -> Iterator[Placed]:
             )
         overs = [lie[param] for param in params]
         lying = [held_as(spec.shape, over) for spec, over in zip(specs, overs, strict=True)]
-        held = tuple(
-            ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
-            for spec, found in zip(specs, lying, strict=True)
-        )
+        held = tuple(boxes for boxes, _ in lying)
         for spec, part in zip(specs, held, strict=True):
             refuse_cut_scales(spec, part.boxes)  # as ranks would
         if mesh in asked.copies:
@@ -364,7 +361,7 @@ def _parts(asked: _Request) -> Iterator[Placed]:
             blocks = primary_spreadings(even, held, peers, asked.device)
             yield Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
             continue
-        room, sums = tuple(found.room for found in lying), _sums(params, overs, grid)
+        room, sums = tuple(room for _, room in lying), _sums(params, overs, grid)
         blocks = (Spreading(params, specs, held, peers, distribution, asked.device, room, sums),)
         compared = _copied(grid, overs)
         yield Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks)
@@ -417,19 +414,12 @@ def _sizes(grid: Grid, over: SpreadOver) -> list[int]:
     return [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
 
 
-class _Held(NamedTuple):
-    """The boxes of all ranks of a mesh, and which copy each holds, in the order of its group."""
-
-    boxes: tuple[Box, ...]
-    replicas: tuple[int, ...]
-    room: int | None  # as `Spreading.room` has it
-
-
-def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> _Held:
+def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBoxes, int | None]:
+    """What ranks of a mesh hold, in the order of its group, and room as `Spreading.room` has it."""
     sizes = _sizes(grid, over)
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
     if list(over.axes) != [axis for axis in grid.sizes if axis in over.axes]:
         raise ValueError(f"mesh axes {over.axes} are not in the order of the grid's")
     room = max(box.numel for box in boxes) if over.padded else None
-    return _Held(tuple(boxes), tuple(copies), room)
+    return RankBoxes(tuple(boxes), tuple(copies)), room

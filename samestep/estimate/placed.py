@@ -23,8 +23,9 @@ from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.placements.windows import Unit, Windows
-from samestep.plan.block_exchange import Chunk, ExchangePlan, ShardedSpec
+from samestep.plan.block_exchange import Chunk, ExchangePlan
 from samestep.plan.copied import CopiedAlong
+from samestep.plan.layouts import RankBoxes
 from samestep.plan.narrowed import held_spec, narrowed, primary_blocks
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
@@ -121,7 +122,7 @@ class Spreading:
 
     params: tuple[Tensor, ...]
     specs: tuple[ParamSpec, ...]
-    held: tuple[ShardedSpec, ...]
+    held: tuple[RankBoxes, ...]
     peers: Peers
     distribution: Distribution
     device: torch.device
@@ -131,7 +132,9 @@ class Spreading:
 
     @cached_property
     def plan(self) -> ExchangePlan:
-        return planned_blocks(self.held, self.peers.size, self.distribution, self.device)
+        return planned_blocks(
+            self.specs, self.held, self.peers.size, self.distribution, self.device
+        )
 
     @cached_property
     def transfers(self) -> tuple[Chunk, ...]:
@@ -173,9 +176,7 @@ class Placed:
     spreadings: tuple[Spreading, ...] = ()
 
 
-def narrowed_sharings(
-    even: Sharing, held: Sequence[ShardedSpec], ranks: int
-) -> tuple[Sharing, ...]:
+def narrowed_sharings(even: Sharing, held: Sequence[RankBoxes], ranks: int) -> tuple[Sharing, ...]:
     """How each rank of a mesh shares its parts with their copies, from how it is for even shares.
 
     Raises:
@@ -201,7 +202,7 @@ def narrowed_sharings(
 
 
 def primary_spreadings(
-    even: Sharing, held: Sequence[ShardedSpec], mesh: Peers, device: torch.device
+    even: Sharing, held: Sequence[RankBoxes], mesh: Peers, device: torch.device
 ) -> tuple[Spreading, ...]:
     """The blocks of which each rank with copies is the primary holder."""
     known: dict[tuple[Piece, ...], Spreading] = {}

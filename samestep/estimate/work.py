@@ -23,7 +23,7 @@ from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import Placed, Sharing, Spreading
 from samestep.layout.blocks import Block
 from samestep.layout.owners import busiest_lower_bound
-from samestep.plan.block_exchange import ShardedSpec
+from samestep.plan.layouts import RankBoxes
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 # gradient in; momentum in and out; 16-bit direction out and in; parameter in and out
@@ -209,7 +209,7 @@ def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
     members = zip(spreading.params, spreading.specs, spreading.held, strict=True)
     # Layers have the same boxes.
-    alike: dict[tuple[int, int], list[ShardedSpec]] = defaultdict(list)
+    alike: dict[tuple[int, int], list[RankBoxes]] = defaultdict(list)
     for param, spec, held in members:
         if spec.blocks is None:
             alike[id(held.boxes), param.dtype.itemsize].append(held)

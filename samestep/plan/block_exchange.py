@@ -19,23 +19,14 @@ from samestep.layout.boxes import Box
 from samestep.layout.flat_ranges import in_runs
 from samestep.layout.owners import balanced_owners, cyclic_owners
 from samestep.plan.exchanges import Exchange
-from samestep.plan.layouts import Holdings, by_box, whole_on
+from samestep.plan.layouts import Holdings, RankBoxes, whole_on
 from samestep.plan.layouts import Key as TensorKey
+from samestep.plan.sharding import ParamSpec
 from samestep.plan.transfers import Traffic, Transfer
 from samestep.rules.orthogonalize import block_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 Key = tuple[int, int]  # a block: its parameter, and its number among the parameter's blocks
-
-
-class ShardedSpec(NamedTuple):
-    """A parameter, its blocks if it has any, and who holds what of it, by rank of the group."""
-
-    name: str
-    shape: Shape
-    blocks: tuple[Block, ...]
-    boxes: tuple[Box, ...]
-    replicas: tuple[int, ...]  # which copy of its box a rank holds
 
 
 class Route(NamedTuple):
@@ -66,14 +57,15 @@ class ExchangePlan(NamedTuple):
 
 
 def plan_exchange(
-    specs: Sequence[ShardedSpec],
+    specs: Sequence[ParamSpec],
+    held: Sequence[RankBoxes],
     ranks: int,
     *,
     chunk_elements: int,
     owners: OwnerStrategy = "balanced",
 ) -> ExchangePlan:
     """Give every block an owner, and put blocks into chunks of about that size."""
-    found = list(_without_owners(specs))
+    found = list(_without_owners(specs, held))
     flops = [block_flops(route.block) for route in found]
     chosen = _owners(found, flops, ranks, owners)
     queues: list[list[Route]] = [[] for _ in range(ranks)]
@@ -86,25 +78,24 @@ def plan_exchange(
     return _in_chunks(turns, chunk_elements)
 
 
-def plan_gather(specs: Sequence[ShardedSpec], ranks: int, *, chunk_elements: int) -> ExchangePlan:
+def plan_gather(
+    specs: Sequence[ParamSpec], held: Sequence[RankBoxes], ranks: int, *, chunk_elements: int
+) -> ExchangePlan:
     """Every rank is an owner of every block: it gathers all, and nothing goes back."""
     everyone = tuple(range(ranks))
-    blocks = ([route._replace(owners=everyone)] for route in _without_owners(specs))
+    blocks = ([route._replace(owners=everyone)] for route in _without_owners(specs, held))
     return _in_chunks(blocks, chunk_elements)
 
 
-def _without_owners(specs: Sequence[ShardedSpec]) -> Iterable[Route]:
+def _without_owners(specs: Sequence[ParamSpec], held: Sequence[RankBoxes]) -> Iterable[Route]:
     """All blocks, one parameter after the other."""
-    known: dict[tuple[Box, tuple[Box, ...], tuple[int, ...]], Holdings] = {}  # layers are alike
-    for param, spec in enumerate(specs):
-        for number, block in enumerate(spec.blocks):
+    known: dict[tuple[Box, RankBoxes], Holdings] = {}  # layers are alike
+    for param, (spec, of_ranks) in enumerate(zip(specs, held, strict=True)):
+        for number, block in enumerate(spec.blocks or ()):
             box = block_box(block, spec.shape)
-            key = box, spec.boxes, spec.replicas
+            key = box, of_ranks
             if key not in known:
-                parts = ((rank, held.overlap(box)) for rank, held in enumerate(spec.boxes))
-                known[key] = by_box(
-                    ((rank, part.within(box)) for rank, part in parts), near=spec.replicas
-                )
+                known[key] = of_ranks.within(box)
             yield Route(param, number, block, box, (), known[key])
 
 

@@ -83,6 +83,25 @@ class Holdings(tuple[Holding, ...]):
 Layout = Mapping[Key, Holdings]
 
 
+class RankBoxes(NamedTuple):
+    """By rank of a mesh what it holds of one tensor: one box, which may be empty.
+
+    replicas: which copy of the tensor a rank is in; copy 0 counts in sums over ranks.
+    """
+
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]
+
+    def divided(self, per: int) -> "RankBoxes":
+        """Of a tensor that has one element for `per` neighbours in the last dim."""
+        return self._replace(boxes=tuple(box.divided(per) for box in self.boxes))
+
+    def within(self, outer: Box) -> Holdings:
+        """What ranks hold of a box of the tensor, such as a block, counted from its start."""
+        parts = (box.overlap(outer).within(outer) for box in self.boxes)
+        return by_box(enumerate(parts), near=self.replicas)
+
+
 def whole(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), tuple(shape))

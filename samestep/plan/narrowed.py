@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box
-from samestep.plan.block_exchange import ShardedSpec, block_box
+from samestep.plan.block_exchange import block_box
+from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPlan, whole_pieces
 
 
@@ -147,24 +148,23 @@ class PrimaryBlock(NamedTuple):
     of: ParamSpec
     block: Block
     spec: ParamSpec
-    held: ShardedSpec
+    held: RankBoxes
     counted: bool
 
-    def has_parts_in(self, box: Box, shape: Shape) -> bool:
-        """Whether the piece of a rank that holds `box` of a parameter of `shape` is of it."""
-        return self.stacks == 1 or self.stack == box.offsets[0] * self.stacks // max(1, shape[0])
+    def has_parts_in(self, box: Box) -> bool:
+        """Whether the piece of a rank that holds `box` of the parameter is of it."""
+        rows = max(1, self.of.shape[0])
+        return self.stacks == 1 or self.stack == box.offsets[0] * self.stacks // rows
 
 
-def primary_blocks(
-    plan: ShardingPlan, held: Sequence[ShardedSpec], place: int
-) -> list[PrimaryBlock]:
+def primary_blocks(plan: ShardingPlan, held: Sequence[RankBoxes], place: int) -> list[PrimaryBlock]:
     """The blocks of which a rank is the primary holder among copies.
 
     `plan`: for even shares, or a narrowed one. `held`: who of a mesh holds what of each whole
     parameter; the same on all its ranks.
     """
     found = []
-    known: dict[tuple[Block, int], tuple[Box, ...]] = {}  # layers are alike
+    known: dict[tuple[Block, int], RankBoxes] = {}  # layers are alike
     for bucket in plan.buckets:
         counted = place == 0 or not bucket.replicated
         for piece in bucket.owned(place).pieces:
@@ -175,9 +175,9 @@ def primary_blocks(
 def _primary(
     piece: Piece,
     spec: ParamSpec,
-    held: ShardedSpec,
+    held: RankBoxes,
     counted: bool,
-    known: dict[tuple[Block, int], tuple[Box, ...]],
+    known: dict[tuple[Block, int], RankBoxes],
 ) -> list[PrimaryBlock]:
     if piece.block is None or spec.whole is None:
         return []
@@ -193,9 +193,9 @@ def _primary(
         )
         key = block, id(held.boxes)
         if key not in known:
-            known[key] = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
-        of_item = ShardedSpec(item.name, item.shape, item.blocks or (), known[key], held.replicas)
+            boxes = (part_of_block(block, spec.whole.shape, box) for box in held.boxes)
+            known[key] = held._replace(boxes=tuple(boxes))
         found.append(
-            PrimaryBlock(piece, stack, len(blocks), spec.whole, block, item, of_item, counted)
+            PrimaryBlock(piece, stack, len(blocks), spec.whole, block, item, known[key], counted)
         )
     return found

@@ -20,11 +20,11 @@ from samestep.plan.block_exchange import (
     Chunk,
     ExchangePlan,
     Key,
-    ShardedSpec,
     chunk_of,
     plan_exchange,
     plan_gather,
 )
+from samestep.plan.layouts import RankBoxes
 from samestep.plan.schedule import (
     Apply,
     Collect,
@@ -49,13 +49,9 @@ class BlockExchange:
     """The plan for the blocks of one mesh, at work."""
 
     def __init__(self, local: LocalShards, distribution: Distribution) -> None:
-        specs = [
-            ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
-            for spec, of_param in zip(local.specs, local.held, strict=True)
-        ]
         self._local = local
         ranks, device = local.group.size, local.device
-        self.plan = planned(specs, ranks, distribution, device)
+        self.plan = planned(local.specs, local.held, ranks, distribution, device)
         transfers = transfers_of(self.plan, local.specs, ranks, distribution, device)
         self.shape = shape_of(transfers, distribution, local.specs, ranks)
         self._stages: list[PlainStages] = []
@@ -153,13 +149,17 @@ def _are_the_same(known: dict[Key, BlockState], found: dict[Key, BlockState]) ->
 
 
 def planned(
-    specs: Sequence[ShardedSpec], ranks: int, distribution: Distribution, device: torch.device
+    specs: Sequence[ParamSpec],
+    held: Sequence[RankBoxes],
+    ranks: int,
+    distribution: Distribution,
+    device: torch.device,
 ) -> ExchangePlan:
     """The plan that some keywords ask for."""
     size = distribution.chunk_elements(device)
     if distribution.muon_schedule == "gather":
-        return plan_gather(specs, ranks, chunk_elements=size)
-    return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)
+        return plan_gather(specs, held, ranks, chunk_elements=size)
+    return plan_exchange(specs, held, ranks, chunk_elements=size, owners=distribution.owners)
 
 
 def shape_of(

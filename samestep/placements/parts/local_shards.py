@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.meshes import Held
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
 from samestep.plan.block_exchange import Key, Route
+from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
@@ -63,7 +63,7 @@ class LocalShards:
     """
 
     specs: Sequence[ParamSpec]
-    held: Sequence[Held]
+    held: Sequence[RankBoxes]
     group: RankGroup
     device: torch.device
     wholes: Sequence[Whereabouts | None]

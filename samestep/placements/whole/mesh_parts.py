@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import (
-    Held,
     axes_group,
     copied_here,
     held,
@@ -37,8 +36,7 @@ from samestep.placements.parts.local_shards import (
 from samestep.placements.state_store import StateStore, boxes_of_ranks
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.placements.whole.piece_shards import PieceShards
-from samestep.plan.block_exchange import ShardedSpec
-from samestep.plan.layouts import Key
+from samestep.plan.layouts import Key, RankBoxes
 from samestep.plan.narrowed import PrimaryBlock, even_share, held_spec, primary_blocks
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import State, Whereabouts, whereabouts
@@ -68,7 +66,7 @@ class MeshParts:
         self._params = [param for param in params if isinstance(param, DTensor)]
         self.copied = copied_here(self._params, mesh, everyone, number)
         self._wholes = specs
-        self._held: list[Held] = []
+        self._held: list[RankBoxes] = []
         self.shares: list[ParamSpec] = []
         self.specs: list[ParamSpec] = []
         for param, spec in zip(self._params, specs, strict=True):
@@ -103,15 +101,8 @@ class MeshParts:
         device: torch.device,
     ) -> None:
         """Spread the blocks of which this rank is the primary holder over its mesh."""
-        held = [
-            ShardedSpec(spec.name, spec.shape, spec.blocks or (), *of_param)
-            for spec, of_param in zip(self._wholes, self._held, strict=True)
-        ]
-        items = primary_blocks(plan, held, copies.rank)
-        mine = [
-            item.has_parts_in(self.boxes[item.piece.param], held[item.piece.param].shape)
-            for item in items
-        ]
+        items = primary_blocks(plan, self._held, copies.rank)
+        mine = [item.has_parts_in(self.boxes[item.piece.param]) for item in items]
         self.blocks = PrimaryBlocks(items, mine, self.group, device)
         self.exchange = BlockExchange(self.blocks.shards, distribution)
 
@@ -231,7 +222,7 @@ class PrimaryBlocks:
         }
         self.shards = LocalShards(
             [item.spec for item in items],
-            [Held(item.held.boxes, item.held.replicas) for item in items],
+            [item.held for item in items],
             group,
             device,
             [_whereabouts(item) for item in items],

@@ -13,24 +13,27 @@ from samestep.layout.owners import busiest_lower_bound
 from samestep.plan.block_exchange import (
     OF_WHOLE,
     ExchangePlan,
-    ShardedSpec,
     block_box,
     chunk_of,
     plan_exchange,
     plan_gather,
 )
+from samestep.plan.layouts import RankBoxes
+from samestep.plan.sharding import ParamSpec
 from samestep.rules.orthogonalize import orthogonalize_flops
 from tests.soak import SOAK
 
 
 def sharded(name, shape, mesh, cuts, splits=None, flatten=False):
-    return ShardedSpec(
-        name,
-        tuple(shape),
-        tuple(blocks_of(tuple(shape), splits, flatten)),
-        tuple(all_boxes(tuple(shape), mesh, cuts)),
-        tuple(replicas(mesh, cuts)),
-    )
+    """A parameter, and what ranks hold of it."""
+    shape = tuple(shape)
+    blocks = tuple(blocks_of(shape, splits, flatten))
+    spec = ParamSpec(name, shape, "torch.float32", 0, "muon", blocks)
+    return spec, RankBoxes(tuple(all_boxes(shape, mesh, cuts)), tuple(replicas(mesh, cuts)))
+
+
+def planned(sharded, ranks, **options):
+    return plan_exchange(*map(list, zip(*sharded, strict=True)), ranks, **options)
 
 
 @st.composite
@@ -59,13 +62,13 @@ def chunks_of(plan, ranks, extra=0, gives_back=True):
 def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, size, owners):
     specs, mesh = case
     ranks, gives_back = torch.Size(mesh).numel(), owners is not None
-    plan = plan_gather(specs, ranks, chunk_elements=size)
+    plan = plan_gather(*map(list, zip(*specs, strict=True)), ranks, chunk_elements=size)
     if gives_back:
-        plan = plan_exchange(specs, ranks, chunk_elements=size, owners=owners)
+        plan = planned(specs, ranks, chunk_elements=size, owners=owners)
     seen = set()
     for chunk in chunks_of(plan, ranks, gives_back=gives_back):
         for place, route in enumerate(chunk.routes):
-            spec = specs[route.param]
+            spec, of_ranks = specs[route.param]
             assert route.key not in seen
             seen.add(route.key)
             assert len(route.owners) == (1 if gives_back else ranks)
@@ -75,7 +78,7 @@ def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, 
                     if hop.key == (place, ""):
                         arrived[hop.box.slices] += 1
                 assert arrived.eq(1).all()
-            for rank, box in enumerate(spec.boxes):
+            for rank, box in enumerate(of_ranks.boxes):
                 held = torch.zeros(spec.shape, dtype=torch.int64)
                 for hop in chunk.giving_back.hops_to(rank) if gives_back else ():
                     if hop.key == (place, ""):
@@ -85,14 +88,14 @@ def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, 
                 assert torch.equal(held, expected) or not gives_back
                 mine = route.held.box_of(rank)
                 assert (mine.numel if mine else 0) == expected.sum()
-    assert len(seen) == sum(len(spec.blocks) for spec in specs)
+    assert len(seen) == sum(len(spec.blocks) for spec, _ in specs)
 
 
 @given(cases(), st.integers(0, 3))
 def test_what_belongs_to_a_whole_block_goes_to_all_ranks(case, extra):
     specs, mesh = case
     ranks = torch.Size(mesh).numel()
-    plan = plan_exchange(specs, ranks, chunk_elements=50)
+    plan = planned(specs, ranks, chunk_elements=50)
     for chunk in chunks_of(plan, ranks, extra):
         for rank in range(ranks):
             got = [h for h in chunk.giving_back.hops_to(rank) if h.key[1] == OF_WHOLE]
@@ -106,7 +109,7 @@ def test_what_belongs_to_a_whole_block_goes_to_all_ranks(case, extra):
 def test_copies_that_are_near_the_owner_are_sent():
     """Two replicas of two shards: traffic stays in the owner's replica."""
     specs = [sharded(f"m{i}", (8, 8), (2, 2), [Cut(None), Cut(0)]) for i in range(8)]
-    plan = plan_exchange(specs, 4, chunk_elements=1)
+    plan = planned(specs, 4, chunk_elements=1)
     for chunk in chunks_of(plan, 4):
         assert sorted(owner for route in chunk.routes for owner in route.owners) == [0, 1, 2, 3]
         for place, route in enumerate(chunk.routes):
@@ -119,7 +122,7 @@ def test_copies_that_are_near_the_owner_are_sent():
 
 def test_an_owner_that_holds_nothing_hears_the_ranks_of_its_copy():
     """Of a matrix of one row two ranks have copies, and the others have no shard of it."""
-    (route,) = plan_exchange(
+    (route,) = planned(
         [sharded("m", (1, 8), (2, 2), [Cut(None), Cut(0)])], 4, chunk_elements=1
     ).chunks[0]
     route = route._replace(owners=(3,))
@@ -129,7 +132,7 @@ def test_an_owner_that_holds_nothing_hears_the_ranks_of_its_copy():
 
 def test_whole_experts_stay_where_they_are():
     spec = sharded("experts", (8, 6, 4), (4,), [Cut(0)])
-    plan = plan_exchange([spec], 4, chunk_elements=1)
+    plan = planned([spec], 4, chunk_elements=1)
     chunks = chunks_of(plan, 4)
     assert all(chunk.collection.is_silent and chunk.giving_back.is_silent for chunk in chunks)
     owners = {route.number: route.owners for chunk in chunks for route in chunk.routes}
@@ -151,8 +154,8 @@ def test_the_busiest_owner_is_near_the_bound(model, ranks):
         shape: sharded("", shape, (ranks,), [Cut(0)], (1600,) * 3 if shape[0] == 4800 else None)
         for shape in set(MODELS[model])
     }
-    specs = [by_shape[shape]._replace(name=f"p{i}") for i, shape in enumerate(MODELS[model])]
-    plan = plan_exchange(specs, ranks, chunk_elements=1 << 26)
+    specs = [by_shape[shape] for shape in MODELS[model]]
+    plan = planned(specs, ranks, chunk_elements=1 << 26)
     work = [0] * ranks
     flops = []
     for chunk in plan.chunks:

@@ -96,7 +96,7 @@ def prepare() -> None:
     No backward pass, since that starts threads which ranks would lack.
     """
     importlib.import_module("torch._dynamo")  # which hooks and compiled rules import
-    for name in ("block_exchange", "block_stages", "gradients", "sharded"):
+    for name in ("block_exchange", "gradients", "sharded"):
         importlib.import_module(f"samestep.placements.parts.{name}")
     importlib.import_module("samestep.checkpoint")
     matrix = nn.Parameter(torch.eye(2))

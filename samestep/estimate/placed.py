@@ -16,9 +16,9 @@ from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.parts.block_exchange import planned as planned_blocks
-from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
-from samestep.placements.parts.block_exchange import transfers_of
+from samestep.placements.parts.planned import planned as planned_blocks
+from samestep.placements.parts.planned import shape_of as shape_of_blocks
+from samestep.placements.parts.planned import transfers_of
 from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares

@@ -2,7 +2,7 @@
 
 `SharingWalk` has the memory of parameters that peers hold copies of, operation by operation: it
 follows `replicated`, `reduction`, `buffers` and `mesh_parts` of `placements.whole`. `SpreadingWalk`
-has that of DTensors and of blocks on their way: it follows `block_exchange` and `block_stages`.
+has that of DTensors and of blocks on their way: it follows `placements.parts.block_exchange`.
 DTensors that other meshes have copies of need both: one for buckets, one for chunks.
 """
 

@@ -21,7 +21,7 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.flat_ranges import in_runs, rounded_up
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.rules.orthogonalize import block_flops
-from samestep.rules.rule import math_dtype_of
+from samestep.rules.rule import math_dtype
 from samestep.rules.state import StoredTensors
 
 OwnerStrategy = Literal["balanced", "cyclic"]
@@ -61,7 +61,8 @@ class ParamSpec(NamedTuple):
     @property
     def math_dtype(self) -> torch.dtype:
         """In which its state is, and arithmetic is done."""
-        return math_dtype_of(getattr(torch, self.dtype.removeprefix("torch.")))
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return math_dtype(torch.empty(0, dtype=dtype, device="meta"))
 
     @property
     def quantum(self) -> int:

@@ -162,12 +162,7 @@ class BoundedRule(Protocol):
 
 def math_dtype(param: Tensor) -> torch.dtype:
     """The dtype of state and arithmetic: float32, or float64 for float64 parameters."""
-    return math_dtype_of(param.dtype)
-
-
-def math_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """The same of parameters of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 # --- scalars of a step as numbers of Python, where reading them waits for nothing ---------------

@@ -28,7 +28,7 @@ from samestep.kernels.parts import (
 )
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.splits import Form
-from samestep.placements.parts.block_stages import LocalChunk
+from samestep.placements.parts.block_exchange import LocalChunk
 from samestep.placements.parts.local_shards import BlockShard, LocalShards
 from samestep.plan.block_exchange import OF_WHOLE, Route
 from samestep.plan.exchanges import Packing

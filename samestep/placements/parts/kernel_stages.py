@@ -1,4 +1,4 @@
-"""The stages of chunks of spread blocks with kernels; `block_stages` has them in plain torch.
+"""The stages of chunks of spread blocks with kernels; `block_exchange` has them in plain torch.
 
 What travels is the same. All who hold parts of a block step along what its owner has, rounded to
 the dtype in which it travels; so does the owner. `SpreadBlocks` says which chunks kernels do,
@@ -16,7 +16,7 @@ from samestep.comm.exchange import PackedExchange
 from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
-from samestep.placements.parts.block_stages import LocalChunk
+from samestep.placements.parts.block_exchange import LocalChunk
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
 from samestep.placements.parts.local_shards import LocalShards
 from samestep.plan.block_exchange import OF_WHOLE

@@ -117,13 +117,13 @@ class LocalShards:
 
     def part_of_state(self, part: BlockShard) -> State:
         """Of a part: what has an element for each of its, or for some neighbours."""
-        if part.route.key in self._come:
+        if self._come and part.route.key in self._come:
             return self._come[part.route.key].of_part
         return self.kept_of_part(part)
 
     def whole_state(self, route: Route) -> State:
         """Views of the state that belongs to a whole block, such as its variance."""
-        if route.key in self._come:
+        if self._come and route.key in self._come:
             return self._come[route.key].of_whole
         return self.kept_of_whole(route)
 

@@ -1,0 +1,85 @@
+"""What is planned for blocks of DTensors: their owners, their chunks, and what travels.
+
+The same functions plan for optimizers and for estimates, which have no ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+
+from samestep.groups.distribution import Distribution
+from samestep.plan.block_exchange import (
+    Chunk,
+    ExchangePlan,
+    chunk_of,
+    plan_exchange,
+    plan_gather,
+)
+from samestep.plan.layouts import RankBoxes
+from samestep.plan.schedule import PlacementShape
+from samestep.plan.sharding import ParamSpec
+
+
+def planned(
+    specs: Sequence[ParamSpec],
+    held: Sequence[RankBoxes],
+    ranks: int,
+    distribution: Distribution,
+    device: torch.device,
+) -> ExchangePlan:
+    """The plan that some keywords ask for."""
+    size = distribution.chunk_elements(device)
+    if distribution.muon_schedule == "gather":
+        return plan_gather(specs, held, ranks, chunk_elements=size)
+    return plan_exchange(specs, held, ranks, chunk_elements=size, owners=distribution.owners)
+
+
+def shape_of(
+    transfers: tuple[Chunk, ...],
+    distribution: Distribution,
+    specs: Sequence[ParamSpec],
+    ranks: int,
+) -> PlacementShape:
+    """What a schedule depends on: the same on all ranks, whatever each holds."""
+    return PlacementShape(
+        bucket_sizes=(sum(prod(spec.shape) for spec in specs) // ranks,),
+        agrees=True,
+        reduces=False,
+        chunks=len(transfers),
+        gives_back=distribution.muon_schedule == "parallel",
+        chunk_transfers=transfers,
+    )
+
+
+def transfers_of(
+    plan: ExchangePlan,
+    specs: Sequence[ParamSpec],
+    ranks: int,
+    distribution: Distribution,
+    device: torch.device,
+) -> tuple[Chunk, ...]:
+    """What each chunk of a plan sends."""
+    gives_back = distribution.muon_schedule == "parallel"
+    found = []
+    for number, chunk in enumerate(plan.chunks):
+        dtypes = (specs[route.param].math_dtype for route in chunk)
+        dtype, wide = travel_dtypes(dtypes, distribution, device)
+        extra = [
+            specs[route.param].state_of_blocks[route.number] if gives_back else 0 for route in chunk
+        ]
+        found.append(
+            chunk_of(number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back)
+        )
+    return tuple(found)
+
+
+def travel_dtypes(
+    wide: Iterable[torch.dtype], distribution: Distribution, device: torch.device
+) -> tuple[torch.dtype, torch.dtype]:
+    """In which blocks of a chunk travel and are computed, from the math dtypes of its blocks."""
+    widest = torch.float32
+    for dtype in wide:
+        widest = torch.promote_types(widest, dtype)
+    usual = widest if device.type == "cpu" else torch.bfloat16
+    return distribution.block_dtype or usual, widest

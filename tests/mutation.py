@@ -152,11 +152,12 @@ def apply(mutant: Mutant) -> int:
     changed = 0
     gc.unfreeze()
     for found in gc.get_objects():
-        if isinstance(found, FunctionType) and found.__code__ in pairs:
+        # Not isinstance, which asks the object for its class: one of torch's warns then.
+        if type(found) is FunctionType and found.__code__ in pairs:
             if found.__code__.co_filename == right.co_filename:
                 found.__code__ = pairs[found.__code__]
                 changed += 1
-        elif isinstance(found, functools._lru_cache_wrapper) and str(
+        elif type(found) is functools._lru_cache_wrapper and str(
             getattr(found, "__module__", "")
         ).startswith("samestep"):
             found.cache_clear()

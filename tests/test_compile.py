@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 import samestep
 from samestep.rules import RULES, Update, register_rule
 from tests.limits import TEST
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 
 @pytest.fixture(autouse=True)
@@ -326,12 +326,13 @@ def rules_of(kind):
 
 @pytest.mark.parametrize(
     ("rule", "values", "options"),
-    [
-        (rule, values, options)
-        for kind, (_, values, options) in KINDS.items()
-        for rule in rules_of(kind)
-    ],
-    ids=[f"{kind} {rule}" for kind in KINDS for rule in rules_of(kind)],
+    some(
+        [
+            pytest.param(rule, values, options, id=f"{kind} {rule}")
+            for kind, (_, values, options) in KINDS.items()
+            for rule in rules_of(kind)
+        ]
+    ),
 )
 def test_parameters_of_every_kind(rule, values, options):
     make = {"muon": Muon, "adamw": samestep.AdamW}[rule]

@@ -18,7 +18,7 @@ import samestep
 from samestep.placements import planner
 from samestep.stress import check
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import some, twin
 
 AXES = ("data", "model")
 
@@ -89,7 +89,7 @@ def assert_near(found, expected):
         torch.testing.assert_close(own.detach(), other, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), *([(2, 1)] if SOAK else [])], ids=str)
+@pytest.mark.parametrize("shape", some([(2, 2), (4, 1), (2, 1)], 3), ids=str)
 def test_tensor_parallel_beside_data_parallel(shape):
     """Of plain `parallelize_module`: matrices are DTensors, the norm is a plain module."""
 
@@ -173,6 +173,7 @@ def test_a_group_that_is_added_later():
     assert not torch.equal(first[0], net()[0].weight)
 
 
+@twin
 def test_no_sync_and_synchronize_accumulate():
     """Two micro-batches: kept local, and reduced one by one; with and without overlap."""
 

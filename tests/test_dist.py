@@ -14,6 +14,7 @@ from samestep.version import __version__
 from tests.dist import ROOT, build, run_backend, wrong_tags
 from tests.install_matrix import Cell, table
 from tests.limits import HANG
+from tests.soak import twin
 
 STEP = """
 import sys
@@ -74,6 +75,7 @@ def test_the_sdist_builds_the_wheel_of_the_checkout(built):
     assert contents(direct) == contents(wheel)
 
 
+@twin
 def test_the_installed_wheel_takes_a_step_outside_of_the_checkout(built, tmp_path):
     """Into an empty folder, with the torch of this environment: nothing is downloaded."""
     _, wheel, _ = built

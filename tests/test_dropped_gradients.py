@@ -22,7 +22,7 @@ from samestep.comm.presence import RankProblemError
 from samestep.placements.whole.reduced_gradient import GradientIsReducedError
 from tests import test_copies
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_overlap import LAYERS, Net, build, loss_of, same, values
 
 LAYOUTS = {
@@ -249,6 +249,7 @@ def clipped_by(clip, layout, rank, **options):
     return [values(model), torch.stack(norms)]
 
 
+@twin
 def test_clipping_before_the_step_is_that_of_the_step():
     cases = [(name, {"overlap_grad_reduce": True}) for name in LAYOUTS]
     cases += [("none", {}), ("flat zero1", {}), ("zero2", {"max_grad_norm": math.inf})]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import samestep
 from samestep.placements.whole.reduced_gradient import GradientIsReducedError
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 LAYOUTS = {
     "none": {"sharding": "none"},
@@ -115,6 +115,7 @@ def both_kinds(rank):
     return (("plain", None, rank), ("DTensors", mesh["model"], rank // 2))
 
 
+@twin
 def test_an_edit_of_what_is_to_be_averaged_is_told():
     for found in run_forked(4, lambda rank: outcomes(rank, overlap=False)):
         silent = [case for case, said in found.items() if "all gradients were changed" not in said]

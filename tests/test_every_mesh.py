@@ -17,7 +17,7 @@ from samestep.comm.meshes import held, mesh_group
 from samestep.rules.muon import MuonRule
 from tests.counting_group import counted
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some, twin
 
 STEPS = 4 if SOAK else 2  # the second has momentum and variance
 
@@ -205,7 +205,7 @@ def names_for(options):
 MESHES = [(2, 1, 2), (2, 2, 1), (3, 1, 1), *([(2, 2, 2), (3, 1, 2)] if SOAK else [])]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", some(MESHES), ids=str)
 def test_layouts_are_one_process(sizes):
     """Different gradients on every data rank, some of them summands, momentum and variance on."""
     world, copies = sizes[0] * sizes[1] * sizes[2], sizes[0] * sizes[1]
@@ -243,6 +243,7 @@ def test_from_equal_gradients_all_bits_are_those_of_one_process(sizes):
             assert torch.equal(found, reference[key]), (layout, key)
 
 
+@twin
 def test_gradients_that_are_missing_on_some_ranks():
     """Of parts and of summands too; what nobody has is left as it was, bit for bit."""
     sizes = (2, 2, 1)
@@ -262,6 +263,7 @@ def test_gradients_that_are_missing_on_some_ranks():
                 assert error < 2e-5, (layout, key, error)
 
 
+@twin
 def test_norm_and_sizes_count_every_element_once():
     sizes, options = (2, 1, 2), {**NORMUON, "max_grad_norm": 0.5, "update_rms": True}
 
@@ -297,6 +299,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank():
     assert all(run_forked(4, job))
 
 
+@twin
 def test_master_weights_of_bfloat16():
     sizes, options = (2, 1, 2), {**NORMUON, "master_weights": True}
 
@@ -311,6 +314,7 @@ def test_master_weights_of_bfloat16():
             assert torch.equal(found, reference[key]), (layout, key)
 
 
+@twin
 def test_every_block_is_orthogonalized_once(monkeypatch):
     """Counted over all ranks; where every rank keeps all, once per data rank."""
     blocks = []
@@ -355,6 +359,7 @@ PLACES = {
 }
 
 
+@twin
 def test_checkpoints_between_meshes_are_bit_equal(tmp_path):
     names, options = list(EVEN), {**NORMUON, **SMALL}
 

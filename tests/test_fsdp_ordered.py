@@ -19,7 +19,7 @@ from samestep import FlightRecorder
 from samestep.fsdp import use_ordered_reduction
 from tests.gpu import needs_gpu
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some, twin
 from tests.test_failures import die, messages_of
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
@@ -93,7 +93,7 @@ def assert_same_bits(found, expected):
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some(SHAPES))
 def test_sharded_training_has_the_bits_of_plain_training(shape):
     """And does not have them without ordered sums, where more than two numbers are added."""
     world = ranks_in(shape)
@@ -108,6 +108,7 @@ def test_sharded_training_has_the_bits_of_plain_training(shape):
         assert len(differing(results[2][1][0], expected)) > 20
 
 
+@twin
 @pytest.mark.parametrize("shape", [(3,), (2, 2)] if SOAK else [(2, 2)])
 def test_micro_batches_of_which_only_the_last_is_summed(shape):
     world = ranks_in(shape)
@@ -116,6 +117,7 @@ def test_micro_batches_of_which_only_the_last_is_summed(shape):
         assert_same_bits(found, expected)
 
 
+@twin
 @pytest.mark.parametrize("shape", [(3,), *([(2, 3)] if SOAK else [])])
 def test_float64_where_torch_divides_before_and_after(shape):
     world = ranks_in(shape)
@@ -124,6 +126,7 @@ def test_float64_where_torch_divides_before_and_after(shape):
         assert_same_bits(found, expected)
 
 
+@twin
 def test_tensor_parallel_with_copies_has_the_bits_of_more_shards():
     options = {**OPTIONS, "overrides": {"experts": {"rule": "muon"}}}
 

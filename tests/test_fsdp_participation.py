@@ -21,7 +21,7 @@ from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.fsdp.participation import participation_of
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some, twin
 from tests.test_fsdp_ordered import assert_same_bits, differing, mesh_of, ranks_in
 
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.7, "bucket_size": 200, "waves": 1}
@@ -188,7 +188,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("shape", WAYS)
+@pytest.mark.parametrize("shape", some(list(WAYS)))
 def test_ranks_may_use_different_modules(shape):
     """Also with parameters that stay whole, with recomputed activations, and checked."""
     world = ranks_in(shape)
@@ -199,6 +199,7 @@ def test_ranks_may_use_different_modules(shape):
             assert differing(found, expected) == [], options
 
 
+@twin
 def test_micro_batches_and_sums_of_the_backend():
     ways = [{"micro_batches": 2}, {"ordered": False}]
     (_, accumulated), (_, unordered) = run_cases(3, ways, partial(train_sharded, (3,)))
@@ -290,9 +291,7 @@ def train_forest(model, opt, rank, seed):
     return snapshot(model, opt)
 
 
-@pytest.mark.parametrize(
-    ("seed", "shape"), [(8, (3,)), (38, (2, 2)), *([(29, (2,))] if SOAK else [])]
-)
+@pytest.mark.parametrize(("seed", "shape"), some([(38, (2, 2)), (8, (3,)), (29, (2,))], 3))
 def test_trees_of_modules(seed, shape):
     def job(rank, case):
         model = Forest(seed)

@@ -8,7 +8,7 @@ from torch import nn
 
 import samestep
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 LAYOUTS = {
     "none": {"sharding": "none"},
@@ -22,16 +22,14 @@ LAYOUTS = {
         "overlap_param_gather": True,
     },
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
-layouts_and_worlds = pytest.mark.parametrize(
-    ("layout", "world"),
-    [
-        (layout, world)
-        for place, layout in enumerate(LAYOUTS)
-        for world in (2, 3)
-        if SOAK or (place + world) % 2
-    ],
-)
+layouts = pytest.mark.parametrize("layout", some(list(LAYOUTS)))
+WITH_WORLDS = [
+    (layout, world)
+    for place, layout in enumerate(LAYOUTS)
+    for world in (2, 3)
+    if (place + world) % 2 or SOAK
+]
+layouts_and_worlds = pytest.mark.parametrize(("layout", "world"), some(WITH_WORLDS))
 
 
 class Net(nn.Module):

@@ -10,6 +10,7 @@ from torch import nn
 
 import samestep
 from tests.ranks import run_cases, run_forked
+from tests.soak import twin
 
 LAYOUTS = {
     "one process": {},
@@ -60,6 +61,7 @@ class TwoDtypes(nn.Module):
         return self.head((x if short else self.middle(x)).bfloat16()).float().square().sum()
 
 
+@twin
 def test_two_dtypes_in_every_layout():
     """Gradients of both have one dtype, so flat buffers are used for buckets of both."""
     layouts = [

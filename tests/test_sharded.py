@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 STEPS = 6 if SOAK else 4  # every expert, and one of them again
 OPTIONS = {
@@ -188,6 +188,7 @@ def read_by_torch(folder):
     return {key.removeprefix("model."): value for key, value in found.items()}
 
 
+@twin
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_meshes_whose_ranks_are_permuted(tmp_path):
     """Torch shards by the order of ranks, and not by coordinates: so do we, uneven parts too."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
@@ -158,6 +158,7 @@ def on_mesh(*shape):
     return make
 
 
+@twin
 def test_from_one_mesh_to_another(tmp_path):
     """Tensor parallel over two ranks, then FSDP2 alone."""
     at_save, at_end = run_forked(4, saving(tmp_path, on_mesh(2, 2)))[0]
@@ -196,6 +197,7 @@ def test_learning_rates_are_loaded(tmp_path):
         assert set(rates) == {0.125}
 
 
+@twin
 def test_other_forms():
     """Whole tensors on every rank, on the first alone, or flat keys."""
 
@@ -236,6 +238,7 @@ def test_other_forms():
 NARROW = {"exp_avg": torch.bfloat16, "momentum_buffer": torch.bfloat16}
 
 
+@twin
 def test_other_forms_of_state_that_is_kept_otherwise():
     """What is said of formats travels as text, and what is loaded is rounded to those wanted."""
 

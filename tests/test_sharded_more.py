@@ -26,7 +26,7 @@ from samestep.rules.muon import MuonRule
 from tests import test_sharded
 from tests.counting_group import counted
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_sharded import STEPS, Net, fsdp, loss_of
 
 ROW = {"rule": "muon", "variance_beta2": None}
@@ -104,6 +104,7 @@ def from_equal_gradients(ranks, **options):
     return snapshot(opt)
 
 
+@twin
 def test_the_number_of_ranks_changes_no_bit():
     cases = [
         {"variance_beta2": 0.9, "cautious": True, "bucket_size": 200},
@@ -589,6 +590,7 @@ def train(model, opt, ranks, scheduler=None, dtype=None, steps=STEPS):
     return snapshot(opt), metrics
 
 
+@twin
 def test_options():
     """Three ranks, one of which holds none of the row and two of the five-row matrices' rows."""
     cases = [

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import samestep
 from samestep.layout.blocks import blocks_of
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.splits import FUSED, RATES, values
 from tests.test_sharded_more import different, snapshot
 
@@ -135,6 +135,7 @@ def mean_of(ranks):
     return gradients
 
 
+@twin
 def test_copies_on_several_ranks_have_the_bits_of_one_process():
     cases = [(rates, layout) for rates in RATES for layout in REPLICATED]
     cases = cases if SOAK else cases[::2]
@@ -189,6 +190,7 @@ def test_parts_on_several_ranks_have_the_bits_of_one_process():
                 assert different(found, expected[case[0]]) == [], (ranks, case, rank)
 
 
+@twin
 def test_parts_that_two_axes_cut_have_the_bits_of_one_process():
     """Tensor parallel by one dim under FSDP2 by another, or by the same."""
     ways = {"rows and columns": (Shard(0), Shard(1)), "rows twice": (Shard(0), Shard(0))}

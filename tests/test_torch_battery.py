@@ -33,7 +33,7 @@ from torch.optim.swa_utils import SWALR
 
 import samestep
 from tests.limits import HANG
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 
 def load_battery() -> types.ModuleType:
@@ -574,7 +574,7 @@ def resumed(case: Case, checkpoint: Any, **options: Any) -> tuple[Regression, Op
 
 
 @every_case
-@pytest.mark.parametrize("steps", [0, 5], ids=["before the first step", "after 5 steps"])
+@pytest.mark.parametrize("steps", some([5, 0]), ids=str)
 def test_resumes_bit_for_bit(case, steps):
     model, optimizer, checkpoint = saved_after(case, steps)
     fresh, loaded = resumed(case, checkpoint)
@@ -1028,7 +1028,7 @@ SCHEDULED = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "case", "kind"), SCHEDULED)
+@pytest.mark.parametrize(("schedule", "case", "kind"), some(SCHEDULED))
 def test_schedules(case, schedule, kind):
     lr: float | Tensor = 0.01 if kind == "float" else torch.tensor(0.01)
     model = Regression(case)

@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from samestep.train.corpus import Corpus
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 FOLDER = Path(benchmarks.__file__).parent
 SCRIPTS = sorted(
@@ -96,6 +96,7 @@ def test_check_cost(tmp_path, capsys, monkeypatch):
     assert "samestep.groups.mistakes:has_process_group" in spent
 
 
+@twin
 def test_checkpoint(tmp_path, capsys):
     checkpoint.main(checkpoint.Options(parameters=1e4, rounds=2, out=tmp_path))
     [ours] = written(tmp_path, "checkpoint.json")["ranks"][0]["seconds"]["ours"]
@@ -109,6 +110,7 @@ def test_cpu_step(tmp_path, capsys):
     assert found["flops_ratio"] == 1  # blocks so small are multiplied step by step
 
 
+@twin
 def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
     """Ranks are forked here: with torch imported afresh they take seconds to start."""
 
@@ -189,6 +191,7 @@ def test_small_state_codes(capsys, monkeypatch):
     assert len(lines) == len(small_state_codes.codes())
 
 
+@twin
 def test_overlap(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overlap, "SHARDINGS", ("zero2",))
     monkeypatch.setattr(overlap, "ATTEMPTS", 1)
@@ -242,6 +245,7 @@ def test_a_rank_of_two_hosts():
     assert all(each["checksum"] for each in told)
 
 
+@twin
 def test_two_ranks(tmp_path, capsys):
     two_ranks.main(
         two_ranks.Options(

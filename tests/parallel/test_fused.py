@@ -36,7 +36,7 @@ from tests.parallel.fused_model import (
     train_stack,
 )
 from tests.ranks import RanksFailed, run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 KV_HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.5}
@@ -369,6 +369,7 @@ if not SOAK:
 GPT_STEPS = 3 if SOAK else 2
 
 
+@twin
 def test_the_example_gpt_has_fused_projections():
     torch.set_num_threads(1)
     expected = {kv_heads: gpt_reference(kv_heads) for kv_heads in (1, 2)}

@@ -21,7 +21,7 @@ from tests.parallel.fused_model import (
 )
 from tests.parallel.test_fused import farthest, whole, whole_state_dict
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 KV_HEADS = 2
 # A variance per row or column, block by block, is state that has no rows of the parameter.
@@ -86,6 +86,7 @@ def exchange(rank, folder, formats):
     return found, loaded
 
 
+@twin
 def test_every_layout_loads_the_checkpoints_of_every_other(tmp_path):
     formats = ["fully_reshardable", "fsdp_dtensor"] if SOAK else ["fully_reshardable"]
     model, opt = alone()
@@ -173,6 +174,7 @@ def test_what_one_process_cannot_have_is_not_saved(tmp_path):
         assert not (tmp_path / "none").exists()
 
 
+@twin
 def test_master_weights_come_back_with_all_their_bits(tmp_path):
     """Not rounded anew from the 16 bits of the parameters."""
     options = {"master_weights": True, "dtype": torch.bfloat16}

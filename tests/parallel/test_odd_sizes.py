@@ -12,7 +12,7 @@ from samestep.mesh import build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.stack import Stack
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 SHAPE = {"context": 8, "width": 16, "heads": 4, "kv_heads": 4}
 SHAPE["layers"] = 2 if SOAK else 1  # they do not know of the vocabulary
@@ -65,6 +65,7 @@ def alone(config):
     return losses, whole, opt
 
 
+@twin
 def test_a_vocabulary_of_any_size_trains_and_saves_as_in_one_process(tmp_path):
     def job(rank, name):
         config, mesh, laid_out, options = LAYOUTS[name]

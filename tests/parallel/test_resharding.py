@@ -10,7 +10,7 @@ from samestep.parallel.stack import Stack
 from samestep.stress.matrix import Case, mean_loss, new_model, optimizer_keywords, tokens_of
 from tests.checkpoint.training import spoil
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 SP = {"tp": 2, "sequence_parallel": True}
 MESHES = {
@@ -91,6 +91,7 @@ def differing(found, wanted):
     return [name for name in wanted if not torch.equal(found[name], wanted[name])]
 
 
+@twin
 def test_every_mesh_loads_every_other(tmp_path):
     def job(rank):
         return save_all(rank, tmp_path), load_all(rank, tmp_path)

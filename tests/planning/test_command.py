@@ -6,6 +6,7 @@ import pytest
 
 from samestep import cli
 from samestep.estimate import configs
+from tests.soak import twin
 
 FACTORY = """
 import torch
@@ -110,6 +111,7 @@ def test_activations_sends_and_bubbles_are_shown_and_written(tmp_path, capsys):
         assert text in page
 
 
+@twin
 def test_activations_decide_whether_it_fits(capsys):
     words = ["plan", "gpt2-xl", "--mesh", "dp=8", "--hardware", "h100x8"]
     assert cli.main(words) == 0

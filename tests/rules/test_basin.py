@@ -39,7 +39,7 @@ from samestep.rules.orthogonalize import (
     step_coefficients,
 )
 from tests.limits import HANG
-from tests.soak import SOAK
+from tests.soak import SOAK, some, twin
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]
@@ -297,7 +297,7 @@ def test_polynomials_rounded_to_bfloat16_are_caught():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("method", POLYNOMIALS)
+@pytest.mark.parametrize("method", some(list(POLYNOMIALS)))
 def test_plain_torch_keeps_every_kind_in_bounds(method, execution, dtype):
     if dtype in HALVES and method not in NARROW:
         with pytest.raises(ValueError, match=r"orthogonalize cannot run in b?float16"):
@@ -348,6 +348,7 @@ def test_kernels_of_many_rows_in_the_gram_form():
         assert_in_bounds(emulated(blocks, FIVE, "gram", norm_factor=1.01), "polar-express", 5)
 
 
+@twin
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_emulation_is_what_the_kernels_compute():
     """Through Triton's interpreter, in a process of its own: float32 sums in another order."""

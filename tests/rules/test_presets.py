@@ -26,6 +26,7 @@ from tests.reference import (
     relative_error,
     to_numpy,
 )
+from tests.soak import some
 
 STEPS = 20
 LR, WEIGHT_DECAY, MOMENTUM = 0.02, 0.1, 0.9
@@ -51,6 +52,7 @@ STACK = Case((3, 8, 6))
 CASES = [*MATRICES, FUSED, STACK]
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
+some_cases = pytest.mark.parametrize("case", some(CASES), ids=str)
 presets = pytest.mark.parametrize("preset", list(REFERENCES))
 
 
@@ -144,7 +146,7 @@ def test_float64_matches_the_recipe_without_nesterov(preset):
     assert worst_difference(opt, params, wrong, grads)[0] > 1e-3
 
 
-@cases
+@some_cases
 @presets
 def test_float32_matches_the_recipe(preset, case):
     opt, params, grads = library(preset, case, torch.float32)
@@ -159,7 +161,7 @@ def bfloat16_half_ulp(x: np.ndarray) -> np.ndarray:
     return 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0**-126))) - 8)
 
 
-@cases
+@some_cases
 @presets
 def test_bfloat16_parameters_are_rounded_once_per_step(preset, case):
     """Momentum is float32, and of the whole update only the new parameter is rounded.
@@ -434,7 +436,7 @@ def step_beside_torch(case: Case, dtype: torch.dtype, option: TorchOption, size:
 BATCHED_IS_EXACT = platform.machine() == "aarch64"
 
 
-@pytest.mark.parametrize("case", LARGE_ENOUGH, ids=str)
+@pytest.mark.parametrize("case", some(LARGE_ENOUGH), ids=str)
 @options
 def test_float32_equals_torch_muon_bit_for_bit(case, option):
     """Exact wherever the machine's batched product is; elsewhere a last bit of bfloat16 apart."""
@@ -459,7 +461,7 @@ def test_float32_equals_torch_muon_up_to_a_kernel_for_tiny_blocks(case, option):
             assert (p - q).abs().max().item() < 3e-4
 
 
-@cases
+@some_cases
 @options
 def test_bfloat16_stays_near_torch_muon(case, option):
     """With bfloat16 parameters torch keeps bfloat16 momentum, and rounds after the decay too.

@@ -33,7 +33,7 @@ from samestep.stress.receipt import check_receipt
 from samestep.stress.scenarios import EVERY_SCENARIO
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, free_port, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 from tests.stress import example_receipt
 from tests.stress.forked_command import running
 
@@ -405,7 +405,7 @@ def test_ranks_get_copies_so_that_a_slow_factory_is_no_hang(own_models, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize("factory", ["compiled", "checkpointed"])
+@pytest.mark.parametrize("factory", some(["compiled", "checkpointed"]))
 def test_wrapped_models_have_their_names_without_wrappers(own_models, tmp_path, factory):
     options = ["--layout", "zero2", "--model", f"own_models:{factory}", "--out", "out"]
     assert cli.main([*QUICK, *options]) == 0
@@ -560,10 +560,7 @@ def test_a_mutant_that_survives_fails_the_command(
 
 @pytest.mark.parametrize(
     ("signals", "status"),
-    [
-        ([signal.SIGTERM], 143),
-        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
-    ],
+    some([([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130), ([signal.SIGTERM], 143)]),
 )
 def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, status):
     """Also a second one, which comes while the ranks are ended or the receipt is written."""

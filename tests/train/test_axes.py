@@ -8,7 +8,7 @@ import torch
 from samestep import cli
 from samestep.train import journal, trainer
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.train.runs import losses, rows, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -38,6 +38,7 @@ def go_on(rank: int, steps: int, runs: list[list[str]]) -> list[int]:
     return [cli.main(["train", *arguments]) for arguments in runs]
 
 
+@twin
 def test_a_run_goes_on_in_other_meshes(tmp_path):
     """Tensor parallel of 2, 1 and 2 ranks, experts on 2 or 4: the run of one process."""
     data = text_file(tmp_path)

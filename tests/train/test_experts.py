@@ -6,7 +6,7 @@ import torch
 from samestep.parallel import router_losses
 from samestep.train import trainer
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.train.runs import losses, rows, run_all, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -33,6 +33,7 @@ def expect_the_same(found, expected):
         assert found[key] == pytest.approx(values, rel=1e-5, abs=1e-5), key
 
 
+@twin
 def test_router_losses_on_meshes_are_those_of_one_process(tmp_path):
     """Expert parallel; tensor, sequence and expert parallel: the joint batch, in one piece."""
     data = text_file(tmp_path)

@@ -16,7 +16,7 @@ from samestep.train.options import parse
 from samestep.train.world import World
 from tests.checkpoint.beside import names, put, tree
 from tests.ranks import RanksFailed, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 from tests.train.runs import EXPERTS, STEPS, losses, rows, run_all, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed, tmp_path
 
 @pytest.mark.parametrize(
     ("ranks", "stopped", "number", "saved"),
-    [(1, [0], signal.SIGINT, 2), (1, [0], signal.SIGTERM, 2), (2, [1], signal.SIGTERM, 3)],
+    some([(1, [0], signal.SIGINT, 2), (1, [0], signal.SIGTERM, 2), (2, [1], signal.SIGTERM, 3)]),
 )
 def test_a_signal_before_the_first_save_saves(
     undisturbed, tmp_path, capfd, ranks, stopped, number, saved

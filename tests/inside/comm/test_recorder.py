@@ -36,7 +36,7 @@ from tests.counting_group import counted
 from tests.gpu import needs_gpu
 from tests.limits import HANG, eventually, limit
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_overlap import Net, build, make_case, train
 
 
@@ -121,6 +121,7 @@ def messages():
 # --- all ranks alike --------------------------------------------------------------------------
 
 
+@twin
 def test_digests_are_equal_on_ranks_that_lack_different_gradients():
     """Also the numbers of elements, and the names; whatever layout, reduction and overlap."""
     layouts = list(product(["none", "zero1", "zero2"], ["fast", "ordered"], [False, True]))

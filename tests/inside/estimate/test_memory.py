@@ -21,7 +21,7 @@ from tests.counting_group import CountingGroup
 from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on
 from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import some
 
 SHARED = ("zero2", "flat_zero1")
 MUON = {"rule": "muon"}
@@ -90,7 +90,7 @@ def _gradients(training):
         yield from (param.grad for param in group["params"] if param.grad is not None)
 
 
-@pytest.mark.parametrize("world", [2, 4, *([8] if SOAK else [])])
+@pytest.mark.parametrize("world", some([4, 2, 8], 3))
 def test_memory_of_every_layout_is_foreseen(world):
     assert missed(world, Large, some_on(world)) < 0.03  # exact on most ranks of most
 

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, compile  # noqa: A004, E402
 from samestep.kernels import elementwise, logits, muon_tiles, part_tiles  # noqa: E402
 from samestep.kernels.call import FUSION  # noqa: E402
 from samestep.kernels.symmetric import TILINGS, _symmetric_kernel  # noqa: E402
-from tests.soak import SOAK  # noqa: E402
+from tests.soak import SOAK, some, twin  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = "only_if writes mu factor lr weight_decay sums"
@@ -83,6 +83,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@twin
 @pytest.mark.parametrize("form", [{"EMA": True}, *[{"EMA": False}] * SOAK], ids=str)
 def test_momentum_of_a_part_is_that_of_a_block(form):
     """The same arithmetic, as it is written: or layouts would differ in last bits."""
@@ -129,7 +130,7 @@ def test_blocks_in_the_gaps_of_others_have_the_arithmetic_of_contiguous_ones(tal
         assert found == wanted
 
 
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("aligned", some([False, True]))
 def test_others_compile(aligned):
     flags = {"ALIGNED": aligned, "TURNED_ALIGNED": aligned}
     assert ("ld.global.b16" not in compiled(part_tiles.moved, **flags)) == aligned
@@ -188,7 +189,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some(list(SMALL), 3))
 def test_adamw_with_small_state_compiles(name):
     types = {"scales": "*i64", "steps": "*i64", "origins": "*i64"}
     own = {**SMALL[name], "FIRST_RANDOM": True, "SECOND_RANDOM": True, "master_dtype": tl.int16}

@@ -21,7 +21,7 @@ from tests.counting_group import CountingGroup
 from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on
 from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
-from tests.soak import some
+from tests.soak import SOAK
 
 SHARED = ("zero2", "flat_zero1")
 MUON = {"rule": "muon"}

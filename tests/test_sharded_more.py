@@ -228,9 +228,9 @@ def sent_in_a_step(shape, *cases):
             with counted() as log:
                 opt.step()
         (placement,) = opt.sharded_parameters
-        routes = [route for chunk in placement.exchange.plan.chunks for route in chunk]
+        blocks = [planned for chunk in placement.exchange.plan.chunks for planned in chunk]
         blocks = [
-            (placement.specs[r.param].name, r.number, owner) for r in routes for owner in r.owners
+            (placement.specs[r.param].name, r.number, owner) for r in blocks for owner in r.owners
         ]
         moved = log.of("all_to_all")
         rest = [call for call in log if call.op != "all_to_all"]
@@ -417,7 +417,7 @@ def test_chunks_are_as_large_as_asked_for():
         for size in (1, 200, 10**6):
             opt = samestep.MuonAdamW(fsdp(Net()), **{**OPTIONS, "bucket_size": size})
             chunks = opt.sharded_parameters[0].exchange.plan.chunks
-            found.append([(len(c), sum(route.box.numel for route in c)) for c in chunks])
+            found.append([(len(c), sum(planned.box.numel for planned in c)) for c in chunks])
         return found
 
     for smallest, middle, whole in run_forked(2, job):

@@ -13,7 +13,6 @@ from samestep.comm.groups import RankGroup
 from samestep.layout.boxes import Box
 from samestep.plan.exchanges import Exchange, Hop, PackedPart
 from samestep.plan.layouts import Key
-from samestep.plan.transfers import Transfer
 
 # What a rank has of each tensor, by key and box; every tensor has the sizes of its box.
 Values = Mapping[Key, Mapping[Box, Tensor]]
@@ -78,18 +77,16 @@ class PackedExchange:
     says. What it has and needs itself is in neither.
     """
 
-    def __init__(
-        self, exchange: Exchange, transfer: Transfer, group: RankGroup, device: torch.device
-    ) -> None:
+    def __init__(self, exchange: Exchange, group: RankGroup, device: torch.device) -> None:
         self.out, self.into = exchange.packed_from(group.rank), exchange.packed_to(group.rank)
-        self._transfer, self._group = transfer, group
-        self._nothing = torch.empty(0, dtype=transfer.dtype, device=device)
+        self._transfer, self._group = exchange.transfer, group
+        self._nothing = torch.empty(0, dtype=exchange.transfer.dtype, device=device)
         self._sizes = [part.numel for part in self.into.parts]
         self._waiting: Pending[Tensor] | None = None
 
     def send(self, parts: Iterable[Tensor]) -> None:
         """Start sending one tensor for each part of `out`."""
-        flat = [part.reshape(-1).to(self._transfer.dtype) for part in parts]
+        flat = [part.reshape(-1).to(self._nothing.dtype) for part in parts]
         if len(flat) == 1:
             self.send_packed(flat[0].contiguous())  # a row of a transposed matrix is not
         else:

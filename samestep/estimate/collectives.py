@@ -20,6 +20,7 @@ from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import RINGS, Hardware
 from samestep.estimate.placed import Spreading, Summands
 from samestep.plan.block_exchange import Chunk
+from samestep.plan.exchanges import Exchange
 from samestep.plan.links import Fabric
 from samestep.plan.schedule import (
     Agree,
@@ -172,9 +173,9 @@ class Launches:
             case Gather(bucket):
                 yield from self._of_bucket(bucket, lambda own: own.gather)
             case Collect(chunk):
-                yield from self._of_chunk(chunk, lambda own: own.to)
+                yield from self._of_chunk(chunk, lambda own: own.collection)
             case GiveBack(chunk):
-                yield from self._of_chunk(chunk, lambda own: own.back)
+                yield from self._of_chunk(chunk, lambda own: own.giving_back)
             case Measure():
                 elements = 2 * len(self._blueprint.groups)
                 everyone = self._blueprint.everyone
@@ -289,16 +290,16 @@ class Launches:
             yield from self._sums(summands.peers, placement.everyone, wide, size_on)
 
     def _of_chunk(
-        self, chunk: BucketId, which: Callable[[Chunk], Transfer | None]
+        self, chunk: BucketId, which: Callable[[Chunk], Exchange | None]
     ) -> Iterator[Collective]:
-        """A transfer between the ranks of a mesh; nothing, if nothing travels."""
+        """An exchange between the ranks of a mesh; nothing, if nothing travels."""
         placement = self._blueprint.placements[chunk.placement]
         found: list[Transfer | None] = []
         for each in placement.spreadings:
-            own = None
-            if chunk.bucket < len(each.transfers):
-                own = which(each.transfers[chunk.bucket])
-            found.append(own if own is not None and own.elements else None)
+            own = each.transfers[chunk.bucket] if chunk.bucket < len(each.transfers) else None
+            exchange = None if own is None else which(own)
+            sent = None if exchange is None else exchange.transfer
+            found.append(sent if sent is not None and sent.elements else None)
         if any(found):
             yield Collective(tuple(found), placement.mesh, among=placement.peers)
 

@@ -168,9 +168,9 @@ def sample_ranks(plan: Blueprint) -> list[int]:
         found.add(of_peers)
         for spreading in placement.spreadings[place : place + 1]:
             in_mesh = [0] * placement.mesh.size
-            for route in chain.from_iterable(spreading.plan.chunks):
-                for owner in route.owners:
-                    in_mesh[owner] += route.box.numel
+            for planned in chain.from_iterable(spreading.plan.chunks):
+                for owner in planned.owners:
+                    in_mesh[owner] += planned.box.numel
             # Axes of both are not the same.
             found.add(of_peers + grid.rank_at(placement.mesh, in_mesh.index(max(in_mesh))))
     return sorted(found)

@@ -16,9 +16,8 @@ from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.parts.planned import planned as planned_blocks
+from samestep.placements.parts.planned import chunks_of, plan_blocks
 from samestep.placements.parts.planned import shape_of as shape_of_blocks
-from samestep.placements.parts.planned import transfers_of
 from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
@@ -132,13 +131,11 @@ class Spreading:
 
     @cached_property
     def plan(self) -> ExchangePlan:
-        return planned_blocks(
-            self.specs, self.held, self.peers.size, self.distribution, self.device
-        )
+        return plan_blocks(self.specs, self.held, self.peers.size, self.distribution, self.device)
 
     @cached_property
     def transfers(self) -> tuple[Chunk, ...]:
-        return transfers_of(self.plan, self.specs, self.peers.size, self.distribution, self.device)
+        return chunks_of(self.plan, self.specs, self.peers.size, self.distribution, self.device)
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
@@ -344,15 +341,15 @@ def _unit(updated: Updated, groups: Groups) -> Unit:
 def _of_chunk(own: OnRank, number: int, groups: Groups) -> Iterator[Unit]:
     """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
     assert own.spreading is not None
-    for route in own.spreading.plan.chunks[number]:
-        spec = own.spreading.specs[route.param]
-        group, held = groups[spec.group], route.held.sizes.get(own.mesh_place, 0)
-        shapes = block_state_shapes(rule_of(group), route.block, group, spec.stored)
+    for planned in own.spreading.plan.chunks[number]:
+        spec = own.spreading.specs[planned.param]
+        group, held = groups[spec.group], planned.held.sizes.get(own.mesh_place, 0)
+        shapes = block_state_shapes(rule_of(group), planned.block, group, spec.stored)
         sizes = {
             key: (prod(shapes[key]) if how.per is None else held // how.per,)
             for key, how in spec.stored.items()
         }
-        yield Unit(route.key, _state(sizes, spec.stored), elements=1)
+        yield Unit(planned.key, _state(sizes, spec.stored), elements=1)
 
 
 def _state(shapes: Mapping[str, Shape], stored: StoredTensors) -> State:

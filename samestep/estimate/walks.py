@@ -16,7 +16,7 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
 from samestep.placements.whole.buffers import gradient_dtype, joint_gradient_dtype
-from samestep.plan.block_exchange import OF_WHOLE, Chunk, Route
+from samestep.plan.block_exchange import OF_WHOLE, Chunk, PlannedBlock
 from samestep.plan.exchanges import PackedPart
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment
@@ -352,7 +352,7 @@ class SpreadingWalk(Walk):
 
     def _parts(self, chunk: Chunk) -> list[int]:
         """Elements of each block of which this rank holds a part."""
-        held = (route.held.box_of(self._place) for route in chunk.routes)
+        held = (planned.held.box_of(self._place) for planned in chunk.blocks)
         return [box.numel for box in held if box is not None]
 
     def on_collect(self, number: int) -> None:
@@ -368,27 +368,27 @@ class SpreadingWalk(Walk):
 
     def on_transform(self, number: int) -> None:
         chunk = self._spreading.transfers[number]
-        owned, wide = [r for r in chunk.routes if self._place in r.owners], chunk.wide
+        owned, wide = [r for r in chunk.blocks if self._place in r.owners], chunk.wide
         self._drop(number, "collected")
-        elements = sum(route.box.numel for route in owned)
+        elements = sum(planned.box.numel for planned in owned)
         self._add("blocks", number, elements * wide.itemsize)
         self._drop(number, "coming", "prepared")
-        stacks: dict[tuple[tuple[int, int], int, str], list[Route]] = defaultdict(list)
-        for route in owned:
-            spec = self._spreading.specs[route.param]
-            for shape in route.block.matrices:
-                stacks[shape, spec.group, spec.dtype].append(route)
+        stacks: dict[tuple[tuple[int, int], int, str], list[PlannedBlock]] = defaultdict(list)
+        for planned in owned:
+            spec = self._spreading.specs[planned.param]
+            for shape in planned.block.matrices:
+                stacks[shape, spec.group, spec.dtype].append(planned)
         done = 0
-        for ((rows, cols), index, _), routes in stacks.items():
+        for ((rows, cols), index, _), blocks in stacks.items():
             group = self._blueprint.groups[index]
             if self._blueprint.device.type == "cpu":
                 peaks = RulePeaks(group, on_cpu=True)
-                size = peaks.transform(len(routes), (rows, cols), wide)
+                size = peaks.transform(len(blocks), (rows, cols), wide)
             else:
-                batch = Batch(len(routes), rows, cols)
+                batch = Batch(len(blocks), rows, cols)
                 size = batch.temporary_bytes + batch.count * rows * cols * 4
             self._ledger.passing(size)
-            done += len(routes) * rows * cols * wide.itemsize
+            done += len(blocks) * rows * cols * wide.itemsize
             self._add("directions", number, done)
         self._drop(number, "blocks")
 
@@ -406,7 +406,7 @@ class SpreadingWalk(Walk):
         sent = sum(part.numel for part in out) * dtype.itemsize
         # Rows of a block lie together; of columns a copy is made before all are put side by side.
         differs = dtype != chunk.wide
-        apart = (p for p in out if differs or not _lies_together(p, chunk.routes[p.key[0]]))
+        apart = (p for p in out if differs or not _lies_together(p, chunk.blocks[p.key[0]]))
         copied = sum(part.numel for part in apart) * dtype.itemsize
         self._add("returned", number, sent if len(out) > 1 else copied)
         self._add("returning", number, sum(part.numel for part in into) * dtype.itemsize)
@@ -420,13 +420,13 @@ class SpreadingWalk(Walk):
         self._drop(number, "returning", "directions")
 
 
-def _lies_together(part: PackedPart, route: Route) -> bool:
+def _lies_together(part: PackedPart, planned: PlannedBlock) -> bool:
     """Whether a part of a direction is one stretch: dims after the first long one are whole.
 
     A tall block is computed as a wide one, and its direction is the transpose of that.
     """
-    if route.block.rows > route.block.cols:
+    if planned.block.rows > planned.block.cols:
         return False
     sizes = part.sizes
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
-    return sizes[first + 1 :] == route.box.sizes[first + 1 :]
+    return sizes[first + 1 :] == planned.box.sizes[first + 1 :]

@@ -161,9 +161,9 @@ def _owned_flops(placement: Placed) -> Tensor:
     """(peers, ranks of their mesh)."""
     flops = [[0.0] * placement.mesh.size for _ in range(placement.peers.size)]
     for own, spreading in zip(flops, placement.spreadings, strict=False):
-        for route in chain.from_iterable(spreading.plan.chunks):
-            for owner in route.owners:
-                own[owner] += block_flops(route.block)
+        for planned in chain.from_iterable(spreading.plan.chunks):
+            for owner in planned.owners:
+                own[owner] += block_flops(planned.block)
     for bucket in () if placement.spreadings else placement.sharings[0].plan.buckets:
         has_blocks = any(placement.specs[param].blocks for param in bucket.params)
         for rank, segment in bucket.filled if has_blocks else ():
@@ -226,9 +226,9 @@ def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
     costs = (  # bytes: it is put together
         (owner, _product(shape, 8 * prod(shape), hardware))
-        for route in spreading.plan.chunks[number]
-        for owner in route.owners
-        for shape in route.block.matrices
+        for planned in spreading.plan.chunks[number]
+        for owner in planned.owners
+        for shape in planned.block.matrices
     )
     return _work(spreading.peers.size, costs)
 
@@ -236,8 +236,8 @@ def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
 def chunk_parts(spreading: Spreading, number: int, count: Callable[[int], int] = int) -> Tensor:
     """Elements of a chunk's blocks that each rank holds, or a count of each such part: (ranks,)."""
     found = [0] * spreading.peers.size
-    for route in spreading.plan.chunks[number]:
-        for rank, size in route.held.sizes.items():
+    for planned in spreading.plan.chunks[number]:
+        for rank, size in planned.held.sizes.items():
             found[rank] += count(size)
     return per_peer(found)
 

@@ -8,7 +8,6 @@ back to all ranks with a copy. Blocks move in chunks: in each, every rank owns s
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -22,18 +21,17 @@ from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import Holdings, RankBoxes, whole_on
 from samestep.plan.layouts import Key as TensorKey
 from samestep.plan.sharding import ParamSpec
-from samestep.plan.transfers import Traffic, Transfer
 from samestep.rules.orthogonalize import block_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 Key = tuple[int, int]  # a block: its parameter, and its number among the parameter's blocks
 
 
-class Route(NamedTuple):
-    """A block, the ranks that orthogonalize it, and who holds what of it.
+class PlannedBlock(NamedTuple):
+    """A block, its owners, and who holds what of it.
 
     box: where the block lies in its parameter.
-    owners: one, or all ranks.
+    owners: the rank that orthogonalizes it, or all of them.
     held: boxes of the block, counted from its start.
     """
 
@@ -53,7 +51,7 @@ class Route(NamedTuple):
 class ExchangePlan(NamedTuple):
     """Chunks of blocks, in the order in which they move."""
 
-    chunks: tuple[tuple[Route, ...], ...]
+    chunks: tuple[tuple[PlannedBlock, ...], ...]
 
 
 def plan_exchange(
@@ -66,9 +64,9 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Give every block an owner, and put blocks into chunks of about that size."""
     found = list(_without_owners(specs, held))
-    flops = [block_flops(route.block) for route in found]
+    flops = [block_flops(planned.block) for planned in found]
     chosen = _owners(found, flops, ranks, owners)
-    queues: list[list[Route]] = [[] for _ in range(ranks)]
+    queues: list[list[PlannedBlock]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(found)), key=lambda k: -flops[k]):  # equal work side by side
         queues[chosen[place]].append(found[place]._replace(owners=(chosen[place],)))
     turns = [
@@ -83,11 +81,13 @@ def plan_gather(
 ) -> ExchangePlan:
     """Every rank is an owner of every block: it gathers all, and nothing goes back."""
     everyone = tuple(range(ranks))
-    blocks = ([route._replace(owners=everyone)] for route in _without_owners(specs, held))
+    blocks = ([planned._replace(owners=everyone)] for planned in _without_owners(specs, held))
     return _in_chunks(blocks, chunk_elements)
 
 
-def _without_owners(specs: Sequence[ParamSpec], held: Sequence[RankBoxes]) -> Iterable[Route]:
+def _without_owners(
+    specs: Sequence[ParamSpec], held: Sequence[RankBoxes]
+) -> Iterable[PlannedBlock]:
     """All blocks, one parameter after the other."""
     known: dict[tuple[Box, RankBoxes], Holdings] = {}  # layers are alike
     for param, (spec, of_ranks) in enumerate(zip(specs, held, strict=True)):
@@ -96,14 +96,14 @@ def _without_owners(specs: Sequence[ParamSpec], held: Sequence[RankBoxes]) -> It
             key = box, of_ranks
             if key not in known:
                 known[key] = of_ranks.within(box)
-            yield Route(param, number, block, box, (), known[key])
+            yield PlannedBlock(param, number, block, box, (), known[key])
 
 
-def _in_chunks(together: Iterable[Sequence[Route]], elements: int) -> ExchangePlan:
-    """Routes that are taken together, in chunks of about so many elements of blocks."""
+def _in_chunks(together: Iterable[Sequence[PlannedBlock]], elements: int) -> ExchangePlan:
+    """Blocks that are taken together, in chunks of about so many elements."""
 
-    def size(routes: Sequence[Route]) -> int:
-        return sum(route.box.numel for route in routes)
+    def size(blocks: Sequence[PlannedBlock]) -> int:
+        return sum(planned.box.numel for planned in blocks)
 
     runs = in_runs(together, size, elements)
     return ExchangePlan(tuple(tuple(chain.from_iterable(run)) for run in runs))
@@ -116,29 +116,23 @@ def _in_chunks(together: Iterable[Sequence[Route]], elements: int) -> ExchangePl
 class Chunk:
     """Blocks that move at once, from shards to owners and back.
 
-    In both exchanges the place of a block among the routes is its index. What belongs to all of a
-    block has the key `OF_WHOLE`: it goes back beside the shards, to ranks that hold nothing of the
-    block too, unrounded, and is counted in elements of the dtype that travels.
+    In both exchanges the place of a block in the chunk is its index. What belongs to all of a block
+    has the key `OF_WHOLE`: it goes back beside the shards, to ranks that hold nothing of the block
+    too, unrounded, and is counted in elements of the dtype that travels.
 
     giving_back: None where every rank is an owner.
-    dtype: in which blocks travel; they are computed in `wide`.
+    wide: the dtype in which blocks are computed.
     """
 
-    routes: tuple[Route, ...]
+    blocks: tuple[PlannedBlock, ...]
     collection: Exchange
     giving_back: Exchange | None
-    dtype: torch.dtype
     wide: torch.dtype
 
-    @cached_property
-    def to(self) -> Transfer:
-        """The collective that brings shards to owners."""
-        return _transfer(self.collection, self.dtype)
-
-    @cached_property
-    def back(self) -> Transfer | None:
-        """The collective that gives shards back."""
-        return None if self.giving_back is None else _transfer(self.giving_back, self.dtype)
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which blocks travel."""
+        return self.collection.transfer.dtype
 
 
 OF_WHOLE = "of the whole block"
@@ -146,7 +140,7 @@ OF_WHOLE = "of the whole block"
 
 def chunk_of(
     number: int,
-    routes: tuple[Route, ...],
+    blocks: tuple[PlannedBlock, ...],
     extra: Sequence[int],
     ranks: int,
     *,
@@ -156,31 +150,26 @@ def chunk_of(
 ) -> Chunk:
     """A chunk of a plan; `extra`: elements that belong to all of each block, counted in `wide`."""
     shards: dict[TensorKey, Holdings] = {}
-    blocks: dict[TensorKey, Holdings] = {}
-    for place, route in enumerate(routes):
-        shards[place, ""] = route.held
-        blocks[place, ""] = whole_on(route.box.sizes, route.owners)
-    collection = Exchange(f"collection of chunk {number}", shards, blocks, ranks)
+    wholes: dict[TensorKey, Holdings] = {}
+    for place, planned in enumerate(blocks):
+        shards[place, ""] = planned.held
+        wholes[place, ""] = whole_on(planned.box.sizes, planned.owners)
+    collection = Exchange(f"collection of chunk {number}", shards, wholes, ranks, dtype)
     if not gives_back:
-        return Chunk(routes, collection, None, dtype, wide)
+        return Chunk(blocks, collection, None, wide)
     owned: dict[TensorKey, Holdings] = {}
     returned: dict[TensorKey, Holdings] = {}
     everywhere: dict[int, Holdings] = {}
     for (place, _), held in shards.items():
-        owned[place, ""], returned[place, ""] = blocks[place, ""], held
+        owned[place, ""], returned[place, ""] = wholes[place, ""], held
         beside = extra[place] * wide.itemsize // dtype.itemsize
         if beside:
             if beside not in everywhere:
                 everywhere[beside] = whole_on((beside,), range(ranks))
-            owned[place, OF_WHOLE] = whole_on((beside,), routes[place].owners)
+            owned[place, OF_WHOLE] = whole_on((beside,), blocks[place].owners)
             returned[place, OF_WHOLE] = everywhere[beside]
-    giving_back = Exchange(f"return of chunk {number}", owned, returned, ranks)
-    return Chunk(routes, collection, giving_back, dtype, wide)
-
-
-def _transfer(exchange: Exchange, dtype: torch.dtype) -> Transfer:
-    sent, got = exchange.moved
-    return Transfer(Traffic.PARTS, exchange.name, dtype, sum(sent), sent, got)
+    giving_back = Exchange(f"return of chunk {number}", owned, returned, ranks, dtype)
+    return Chunk(blocks, collection, giving_back, wide)
 
 
 def block_box(block: Block, shape: Shape) -> Box:
@@ -192,21 +181,21 @@ def block_box(block: Block, shape: Shape) -> Box:
 
 
 def _owners(
-    routes: Sequence[Route], flops: Sequence[int], ranks: int, strategy: OwnerStrategy
+    blocks: Sequence[PlannedBlock], flops: Sequence[int], ranks: int, strategy: OwnerStrategy
 ) -> list[int]:
     """A block that some rank holds whole stays there; the others go to the least busy ranks."""
     loads = [0] * ranks
     owners: dict[int, int] = {}
-    for place in sorted(range(len(routes)), key=lambda k: -flops[k]):
-        held = routes[place].held
+    for place in sorted(range(len(blocks)), key=lambda k: -flops[k]):
+        held = blocks[place].held
         if len(held) == 1:
             owners[place] = min(held[0].ranks, key=lambda rank: loads[rank])
             loads[owners[place]] += flops[place]
-    spread = [place for place in range(len(routes)) if place not in owners]
+    spread = [place for place in range(len(blocks)) if place not in owners]
     if strategy == "cyclic":
         given = cyclic_owners(len(spread), ranks)
     else:
-        sizes = [routes[place].box.numel for place in spread]
+        sizes = [blocks[place].box.numel for place in spread]
         given = balanced_owners([flops[k] for k in spread], sizes, ranks, loads=loads)
     owners |= dict(zip(spread, given, strict=True))
-    return [owners[place] for place in range(len(routes))]
+    return [owners[place] for place in range(len(blocks))]

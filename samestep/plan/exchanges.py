@@ -19,8 +19,11 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+import torch
+
 from samestep.layout.boxes import Box, Shape
 from samestep.plan.layouts import Holding, Holdings, Key, Layout
+from samestep.plan.transfers import Traffic, Transfer
 
 
 class Hop(NamedTuple):
@@ -96,14 +99,23 @@ class Exchange:
         source: Where the values are.
         target: Where they shall be: the same keys, and for each of them boxes of the same tensor.
         ranks: How many ranks the group has.
+        dtype: In which it travels, where that is the same for all tensors.
     """
 
-    def __init__(self, name: str, source: Layout, target: Layout, ranks: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        source: Layout,
+        target: Layout,
+        ranks: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if source.keys() != target.keys():
             raise ValueError(
                 f"{name}: the layouts have different tensors: {source.keys() ^ target.keys()}"
             )
         self.name, self.source, self.target, self.ranks = name, source, target, ranks
+        self._dtype = dtype
         self._incoming: dict[int, Sequence[Hop]] = {}
         self._outgoing: dict[int, Sequence[Hop]] = {}
 
@@ -202,6 +214,12 @@ class Exchange:
                     if sender != target:
                         moved.sent[sender] += box.numel
                         moved.got[target] += box.numel
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        """The collective that moves what each rank sends to each other one."""
+        assert self._dtype is not None, self.name
+        return Transfer(Traffic.PARTS, self.name, self._dtype, sum(self.moved.sent), *self.moved)
 
     @cached_property
     def is_silent(self) -> bool:

@@ -23,6 +23,7 @@ one comes while one is updated and the one before returns:
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from samestep.plan.block_exchange import Chunk
@@ -74,7 +75,7 @@ class _About:
 @dataclass(frozen=True)
 class _Sends(_About):
     transfer: Transfer | None = field(default=None, compare=False, repr=False)
-    sends: ClassVar[str]  # which of the transfers of a bucket or a chunk
+    sends: ClassVar[str]  # where a bucket or a chunk has it
 
 
 S = TypeVar("S", bound=_Sends)
@@ -132,7 +133,7 @@ class Place(_About):
 class Collect(_Sends):
     """Start sending a chunk of spread blocks to their owners."""
 
-    sends = "to"
+    sends = "collection.transfer"
 
 
 class Transform(_About):
@@ -142,7 +143,7 @@ class Transform(_About):
 class GiveBack(_Sends):
     """Start sending the directions of a chunk to those who hold parts of its blocks."""
 
-    sends = "back"
+    sends = "giving_back.transfer"
 
 
 class Apply(_About):
@@ -205,7 +206,7 @@ class PlacementShape(NamedTuple):
     def sending(self, kind: type[S], about: BucketId) -> S:
         """An operation about a bucket or a chunk, with what it sends."""
         every = self.transfers if kind in (Reduce, Gather) else self.chunk_transfers
-        return kind(about, getattr(every[about.bucket], kind.sends) if every else None)
+        return kind(about, attrgetter(kind.sends)(every[about.bucket]) if every else None)
 
     def average(self, bucket: BucketId) -> Average:
         """Likewise; gradients that come reduced send nothing."""

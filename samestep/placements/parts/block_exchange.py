@@ -16,10 +16,10 @@ from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
 from samestep.placements.parts.local_shards import BlockShard, BlockState, LocalShards
-from samestep.placements.parts.planned import planned, shape_of, transfers_of
+from samestep.placements.parts.planned import chunks_of, plan_blocks, shape_of
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit
-from samestep.plan.block_exchange import OF_WHOLE, Chunk, Key, Route
+from samestep.plan.block_exchange import OF_WHOLE, Chunk, Key, PlannedBlock
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule, math_dtype
@@ -49,9 +49,9 @@ class BlockExchange:
     def __init__(self, local: LocalShards, distribution: Distribution) -> None:
         self._local = local
         ranks, device = local.group.size, local.device
-        self.plan = planned(local.specs, local.held, ranks, distribution, device)
-        transfers = transfers_of(self.plan, local.specs, ranks, distribution, device)
-        self.shape = shape_of(transfers, distribution, local.specs, ranks)
+        self.plan = plan_blocks(local.specs, local.held, ranks, distribution, device)
+        chunks = chunks_of(self.plan, local.specs, ranks, distribution, device)
+        self.shape = shape_of(chunks, distribution, local.specs, ranks)
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
@@ -61,9 +61,9 @@ class BlockExchange:
         """Who owns which block, as text."""
         lines = []
         for number, chunk in enumerate(self.shape.chunk_transfers):
-            for place, route in enumerate(chunk.routes):
-                what = f"chunk {number}: block {route.number} of {specs[route.param].name}"
-                for owner in route.owners:
+            for place, planned in enumerate(chunk.blocks):
+                what = f"chunk {number}: block {planned.number} of {specs[planned.param].name}"
+                for owner in planned.owners:
                     senders = list(chunk.collection.givers((place, ""), owner))
                     lines.append(f"{what} from {senders} on {owner}")
         return lines
@@ -88,8 +88,8 @@ class BlockExchange:
         local = self._local
         found = []
         for chunk in self.plan.chunks:
-            parts = {part.route.key: local.kept_of_part(part) for part in local.of_blocks(chunk)}
-            wholes = {route.key: local.kept_of_whole(route) for route in chunk}
+            parts = {part.planned.key: local.kept_of_part(part) for part in local.of_blocks(chunk)}
+            wholes = {planned.key: local.kept_of_whole(planned) for planned in chunk}
             units = [Unit(("part", key), own, elements=1) for key, own in parts.items()]
             units += [Unit(("whole", key), own, elements=1) for key, own in wholes.items()]
             found.append([unit for unit in units if unit.state])
@@ -158,15 +158,16 @@ class LocalChunk:
 
     def __init__(self, chunk: Chunk, local: LocalShards) -> None:
         group, self.device = local.group, local.device
-        self.routes, self.dtype, self.wide = chunk.routes, chunk.dtype, chunk.wide
-        self.shards = local.of_blocks(chunk.routes)
-        owned = [place for place, route in enumerate(chunk.routes) if group.rank in route.owners]
-        self.owned = {place: chunk.routes[place] for place in owned}
-        self.collection = PackedExchange(chunk.collection, chunk.to, group, local.device)
+        self.blocks, self.dtype, self.wide = chunk.blocks, chunk.dtype, chunk.wide
+        self.shards = local.of_blocks(chunk.blocks)
+        owned = [
+            place for place, planned in enumerate(chunk.blocks) if group.rank in planned.owners
+        ]
+        self.owned = {place: chunk.blocks[place] for place in owned}
+        self.collection = PackedExchange(chunk.collection, group, local.device)
         self.giving_back: PackedExchange | None = None
-        if chunk.giving_back is not None and chunk.back is not None:
-            back = PackedExchange(chunk.giving_back, chunk.back, group, local.device)
-            self.giving_back = back
+        if chunk.giving_back is not None:
+            self.giving_back = PackedExchange(chunk.giving_back, group, local.device)
         out = () if self.giving_back is None else self.giving_back.out.parts
         self._states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
 
@@ -174,7 +175,7 @@ class LocalChunk:
         """What belongs to whole blocks owned here, unrounded, as elements that travel."""
         found = {}
         for place in self._states_sent:
-            state = local.whole_state(self.routes[place])
+            state = local.whole_state(self.blocks[place])
             flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
             found[place] = flat.to(self.wide).view(self.dtype)
         return found
@@ -189,7 +190,7 @@ class PlainStages:
 
     def __init__(self, chunk: LocalChunk) -> None:
         self._chunk = chunk
-        self._matrices_of = [route.block.matrices for route in chunk.routes]  # shapes
+        self._matrices_of = [planned.block.matrices for planned in chunk.blocks]  # shapes
         self._prepared: dict[int, Tensor] = {}  # by place of the block in the chunk
         self._directions: dict[int, Tensor] = {}
 
@@ -197,10 +198,10 @@ class PlainStages:
         """Prepare the parts local here, and start sending them to the owners."""
         prepared: dict[int, Tensor] = {}
         for part in self._chunk.shards:
-            route = part.route
-            rule, of_group = local.staged(route, math)
-            state, value = local.part_of_state(part), local.values[route.param]
-            grad = local.gradient_of(route.param)[part.here].to(math_dtype(value))
+            planned = part.planned
+            rule, of_group = local.staged(planned, math)
+            state, value = local.part_of_state(part), local.values[planned.param]
+            grad = local.gradient_of(planned.param)[part.here].to(math_dtype(value))
             prepared[part.place], new = rule.prepare(
                 of_group.gradient(grad),
                 wide_state(value, state),
@@ -208,8 +209,8 @@ class PlainStages:
                 of_group.options,
             )
             origin = local.origin_of(part)
-            step = None if origin is None else local.step_after(route)
-            local.put(route, of_group, state_pairs(state, new, step, origin))
+            step = None if origin is None else local.step_after(planned)
+            local.put(planned, of_group, state_pairs(state, new, step, origin))
         there = self._chunk.collection
         there.send(prepared[part.key[0]] for part in there.out.parts)
         self._prepared = prepared
@@ -219,12 +220,12 @@ class PlainStages:
         blocks = self._blocks()
         stacks: dict[object, list[_Matrix]] = {}
         directions: dict[int, Tensor] = {}
-        for place, route in self._chunk.owned.items():
-            spec = local.specs[route.param]
+        for place, planned in self._chunk.owned.items():
+            spec = local.specs[planned.param]
             for matrix in self._matrices(local, place, blocks[place], directions):
                 stacks.setdefault((matrix.shape, spec.group, spec.dtype), []).append(matrix)
         for matrices in stacks.values():
-            first, shape = matrices[0].route, matrices[0].shape
+            first, shape = matrices[0].planned, matrices[0].shape
             rule, of_group = local.staged(first, math)
             dtype = math_dtype(local.values[first.param])
             found, new = rule.transform(
@@ -241,14 +242,14 @@ class PlainStages:
                 squares, group = direction_squares(found), local.specs[first.param].group
                 of_group.bounds.look_at(group, squares, largest, of_group.only_if)
             found = found.to(self._chunk.dtype)  # as others get it: copies must not drift apart
-            for number, (place, route, _, _, state, direction) in enumerate(matrices):
+            for number, (place, planned, _, _, state, direction) in enumerate(matrices):
                 if direction is None:
-                    directions[place] = found[number].view(route.box.sizes)
+                    directions[place] = found[number].view(planned.box.sizes)
                 else:
                     direction.copy_(found[number].view(direction.shape))
                 of_matrix = {key: tensor[number] for key, tensor in new.items()}
                 step = new_count(state, of_matrix)
-                local.put(route, of_group, state_pairs(state, of_matrix, step, None))
+                local.put(planned, of_group, state_pairs(state, of_matrix, step, None))
         self._directions = directions
 
     def _blocks(self) -> dict[int, Tensor]:
@@ -256,8 +257,8 @@ class PlainStages:
         chunk, prepared, self._prepared = self._chunk, self._prepared, {}
         came = chunk.collection.arrived_parts()
         found = {
-            place: torch.empty(route.box.sizes, dtype=chunk.wide, device=chunk.device)
-            for place, route in chunk.owned.items()
+            place: torch.empty(planned.box.sizes, dtype=chunk.wide, device=chunk.device)
+            for place, planned in chunk.owned.items()
         }
         for part in chunk.shards:
             if part.place in found:
@@ -270,17 +271,17 @@ class PlainStages:
         self, local: LocalShards, place: int, block: Tensor, directions: dict[int, Tensor]
     ) -> "list[_Matrix]":
         """Those of a block; where it has several, their directions go into one made for it."""
-        route, shapes = self._chunk.routes[place], self._matrices_of[place]
-        form = route.block.form
+        planned, shapes = self._chunk.blocks[place], self._matrices_of[place]
+        form = planned.block.form
         if form is None:
             value = block.view(shapes[0])
-            return [_Matrix(place, route, shapes[0], value, local.whole_state(route), None)]
-        block = block.view(route.block.shape)
+            return [_Matrix(place, planned, shapes[0], value, local.whole_state(planned), None)]
+        block = block.view(planned.block.shape)
         direction = torch.empty_like(block, dtype=self._chunk.dtype)
-        directions[place] = direction.view(route.box.sizes)
-        states = local.states_of_matrices(route)
+        directions[place] = direction.view(planned.box.sizes)
+        states = local.states_of_matrices(planned)
         of_matrices = zip(shapes, form.views(block), states, form.views(direction), strict=True)
-        return [_Matrix(place, route, *of_matrix) for of_matrix in of_matrices]
+        return [_Matrix(place, planned, *of_matrix) for of_matrix in of_matrices]
 
     def give_back(self, local: LocalShards) -> None:
         """Start sending everyone the parts of the directions that they hold."""
@@ -299,26 +300,26 @@ class PlainStages:
         for part, values in () if chunk.giving_back is None else chunk.giving_back.arrived_parts():
             place, what = part.key
             if what == OF_WHOLE:
-                local.put_whole_state(chunk.routes[place], chunk.state(values))
+                local.put_whole_state(chunk.blocks[place], chunk.state(values))
             else:
                 came[place] = values.view(part.sizes)
         for shard in chunk.shards:
-            route = shard.route
-            rule, of_group = local.staged(route, math)
+            planned = shard.planned
+            rule, of_group = local.staged(planned, math)
             mine = own.get(shard.place)
             direction = came[shard.place] if mine is None else mine[shard.in_block]
             kept = local.part_of_state(shard)
-            target = shard.of(local.values[route.param])
+            target = shard.of(local.values[planned.param])
             value = exact_value(target, kept)
             new = self._finished(rule, shard, value, direction.to(value.dtype), of_group)
-            local.put(route, of_group, parameter_pairs(target, kept, new))
-            local.count(route, of_group, direction)
+            local.put(planned, of_group, parameter_pairs(target, kept, new))
+            local.count(planned, of_group, direction)
 
     def _finished(
         self, rule: StagedRule, part: BlockShard, value: Tensor, direction: Tensor, math: GroupMath
     ) -> Tensor:
         """The step of a part; matrices of its block may differ in shape, so in their rate."""
-        block, matrices = part.route.block, self._matrices_of[part.place]
+        block, matrices = part.planned.block, self._matrices_of[part.place]
         shapes = list(dict.fromkeys(matrices))
         if len(shapes) == 1:
             return rule.finish(value, direction, shapes[0], math.scalars, math.options)
@@ -339,7 +340,7 @@ class _Matrix(NamedTuple):
     """A matrix that this rank orthogonalizes; `direction`: where its result goes."""
 
     place: int  # of its block in the chunk
-    route: Route
+    planned: PlannedBlock
     shape: Shape
     value: Tensor
     state: State

@@ -30,7 +30,7 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.splits import Form
 from samestep.placements.parts.block_exchange import LocalChunk
 from samestep.placements.parts.local_shards import BlockShard, LocalShards
-from samestep.plan.block_exchange import OF_WHOLE, Route
+from samestep.plan.block_exchange import OF_WHOLE, PlannedBlock
 from samestep.plan.exchanges import Packing
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small
@@ -91,9 +91,9 @@ class ChunkTables:
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
-        _require_rectangles(chunk.routes)
-        for route in chunk.routes:  # of all ranks, which must decide alike
-            if route.block.form is not None and is_small(local.specs[route.param].stored):
+        _require_rectangles(chunk.blocks)
+        for planned in chunk.blocks:  # of all ranks, which must decide alike
+            if planned.block.form is not None and is_small(local.specs[planned.param].stored):
                 raise NotRowsError  # its matrices may share scales along rows
         self.chunk, self._device, self._places = chunk, local.device, places
         self.sent = sum(chunk.collection.out.sizes)
@@ -105,7 +105,7 @@ class ChunkTables:
             for number, job in enumerate(self._jobs)
             for turn, place in enumerate(job.places)
         }
-        sizes = [_size(part.route, _lengths(part.in_block)) for part in chunk.shards]
+        sizes = [_size(part.planned, _lengths(part.in_block)) for part in chunk.shards]
         back = chunk.giving_back
         into = () if back is None else back.into.parts
         came = {part.key[0]: part.start for part in into if part.key[1] != OF_WHOLE}
@@ -132,13 +132,13 @@ class ChunkTables:
             jobs = []
             owned.sort(key=lambda own: own[1].block.rows)
             for _, same in groupby(owned, key=lambda own: own[1].block.rows):
-                places, routes = map(list, zip(*same, strict=True))
+                places, blocks = map(list, zip(*same, strict=True))
                 begin = -(-begin // ROOM) * ROOM
-                block, states = routes[0].block, list(map(local.whole_state, routes))
-                params = torch.tensor([self._places[route.param] for route in routes])
+                block, states = blocks[0].block, list(map(local.whole_state, blocks))
+                params = torch.tensor([self._places[planned.param] for planned in blocks])
                 matrices = []
                 if block.form is not None:
-                    matrices = list(map(local.states_of_matrices, routes))
+                    matrices = list(map(local.states_of_matrices, blocks))
                 jobs.append(
                     OwnedBlocks(
                         Size(*block.shape),
@@ -184,10 +184,10 @@ class ChunkTables:
             sent.setdefault(packed.key[0], []).append(packed.start)
         found, copies = [], []
         for part, size, _ in self.parts:
-            index, place = part.route.param, part.place
+            index, place = part.planned.param, part.place
             goes_to = [Rows(start, size.cols) for start in sent.get(place, [])]
             if place in self._owned:
-                goes_to.insert(0, self._in_buffer(place, _first(part.route, part.in_block, size)))
+                goes_to.insert(0, self._in_buffer(place, _first(part.planned, part.in_block, size)))
             copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
             like = torch.empty(local.values[index].shape, device="meta")
             grad = _matrix(like[part.here], size)
@@ -202,7 +202,7 @@ class ChunkTables:
                 )
             )
         self.copies = Moves(copies, self._device) if copies else None
-        groups = [local.specs[part.route.param].group for part, _, _ in self.parts]
+        groups = [local.specs[part.planned.param].group for part, _, _ in self.parts]
         pairs = list(zip(groups, found, strict=True))
         kinds = _by(
             pairs,
@@ -227,9 +227,9 @@ class ChunkTables:
         """Parts that came, to their places in the blocks."""
         found = []
         for _, (place, _), sizes, slices, start, _ in self.chunk.collection.into.parts:
-            route = self.chunk.routes[place]
-            size = _size(route, sizes)
-            to = self._in_buffer(place, _first(route, slices, size))
+            planned = self.chunk.blocks[place]
+            size = _size(planned, sizes)
+            to = self._in_buffer(place, _first(planned, slices, size))
             found.append(Move(size, SourceRows(0, start, size.cols), to))
         return Moves(found, self._device) if found else None
 
@@ -238,9 +238,9 @@ class ChunkTables:
         found = []
         for _, (place, what), sizes, slices, start, _ in out.parts:
             if what != OF_WHOLE:
-                route = self.chunk.routes[place]
-                size = _size(route, sizes)
-                source = self._in_directions(place, _first(route, slices, size))
+                planned = self.chunk.blocks[place]
+                size = _size(planned, sizes)
+                source = self._in_directions(place, _first(planned, slices, size))
                 found.append(Move(size, source, Rows(start, size.cols)))
         return Moves(found, self._device) if found else None
 
@@ -248,32 +248,32 @@ class ChunkTables:
         """Where the direction of a part is: among this rank's own, or in what came, the last."""
         place = part.place
         if place in self._owned:
-            return self._in_directions(place, _first(part.route, part.in_block, size))
+            return self._in_directions(place, _first(part.planned, part.in_block, size))
         return SourceRows(len(self._jobs), came[place], size.cols)
 
     def _step_launches(self, local: LocalShards) -> list[tuple[int, StepOfParts]]:
         found = []
         for part, size, source in self.parts:
-            route = part.route
+            planned = part.planned
             state = local.part_of_state(part)
             master = state.get(MASTER, state.get(REMAINDER_KEY))
             if master is not None and master.dtype not in (torch.float32, torch.int16):
                 raise NotRowsError
-            target = _known(part.of(local.values[route.param]), size)
+            target = _known(part.of(local.values[planned.param]), size)
             own = None if master is None else _known(master, size)
             group, whole = (
-                local.specs[route.param].group,
+                local.specs[planned.param].group,
                 StepPart(
-                    self._places[route.param],
+                    self._places[planned.param],
                     size,
                     target,
                     own,
                     source,
-                    Size(*route.block.matrices[0]),
+                    Size(*planned.block.matrices[0]),
                 ),
             )
-            first = _first(route, part.in_block, size)
-            found += [(group, step) for step in _of_one_rate(whole, route.block, first)]
+            first = _first(planned, part.in_block, size)
+            found += [(group, step) for step in _of_one_rate(whole, planned.block, first)]
         kinds = _by(
             found,
             lambda pair: (
@@ -318,9 +318,9 @@ def _lengths(slices: Iterable[slice]) -> list[int]:
     return [part.stop - part.start for part in slices]
 
 
-def _size(route: Route, lengths: Sequence[int]) -> Size:
+def _size(planned: PlannedBlock, lengths: Sequence[int]) -> Size:
     """Of a part of a block as a matrix: a block may be flattened, or one matrix of a stack."""
-    rows = lengths[0 if route.block.matrix is None else 1]
+    rows = lengths[0 if planned.block.matrix is None else 1]
     return Size(rows, prod(lengths) // rows)
 
 
@@ -344,35 +344,35 @@ def _known(view: Tensor, size: Size) -> Tensor:
 
 def _rounded(local: LocalShards, part: BlockShard, size: Size) -> Rounded | None:
     """What kernels need to know of a part whose momentum is rounded at random."""
-    where = local.elements[part.route.param]
+    where = local.elements[part.planned.param]
     if where is None:
         return None
     origin = where.at(_matrix(part.of(where.elements), size)).origin()
-    step = local.whole_state(part.route)[STEP]
+    step = local.whole_state(part.planned)[STEP]
     scale = local.part_of_state(part).get("momentum_buffer" + SCALE_SUFFIX)
     if scale is not None:
         scale = _matrix(scale, Size(size.rows, scale.numel() // size.rows))
     return Rounded(origin, step, scale)
 
 
-def _require_rectangles(chunk: Iterable[Route]) -> None:
+def _require_rectangles(chunk: Iterable[PlannedBlock]) -> None:
     """Whether all parts are rows and columns of blocks, also those of other ranks.
 
     All ranks must decide alike, or copies of a part would be rounded in different ways.
     """
     kinds = {
-        (route.box.sizes, box.sizes, _size(route, box.sizes), route.block.cols)
-        for route in chunk
-        for box, _ in route.held
+        (planned.box.sizes, box.sizes, _size(planned, box.sizes), planned.block.cols)
+        for planned in chunk
+        for box, _ in planned.held
     }
     for sizes, of_part, size, cols in kinds:
         _in_block(sizes, tuple(slice(length) for length in of_part), size, cols)
 
 
-def _first(route: Route, slices: tuple[slice, ...], size: Size) -> tuple[int, int]:
+def _first(planned: PlannedBlock, slices: tuple[slice, ...], size: Size) -> tuple[int, int]:
     """The row and column of a block at which a part begins."""
-    part = _in_block(route.box.sizes, slices, size, route.block.cols)
-    return divmod(int(part.storage_offset()), route.block.cols)
+    part = _in_block(planned.box.sizes, slices, size, planned.block.cols)
+    return divmod(int(part.storage_offset()), planned.block.cols)
 
 
 def _in_block(sizes: Shape, slices: tuple[slice, ...], size: Size, cols: int) -> Tensor:

@@ -187,8 +187,8 @@ class KernelStages:
             parts.run_(sources, self._step.grads.writes, step)
             measured |= of_group.sizes is not None
         for part, size, source in self._tables.parts if measured else ():
-            of_group, _ = self._step.of_group(local.specs[part.route.param].group, math)
-            local.count(part.route, of_group, _taken(sources, source, size))
+            of_group, _ = self._step.of_group(local.specs[part.planned.param].group, math)
+            local.count(part.planned, of_group, _taken(sources, source, size))
 
     def _put_whole_states(self, local: LocalShards, back: PackedExchange, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
@@ -197,7 +197,7 @@ class KernelStages:
             place, what = part.key
             if what == OF_WHOLE:
                 state = chunk.state(received[part.start : part.start + part.numel])
-                local.put_whole_state(chunk.routes[place], state)
+                local.put_whole_state(chunk.blocks[place], state)
 
 
 def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
@@ -212,7 +212,7 @@ class SpreadBlocks:
 
     def __init__(self, chunks: Sequence[LocalChunk]) -> None:
         self._chunks = chunks
-        self._params = sorted({route.param for chunk in chunks for route in chunk.routes})
+        self._params = sorted({planned.param for chunk in chunks for planned in chunk.blocks})
         self._places = {param: place for place, param in enumerate(self._params)}
         self._known: _Known | None = None
         self._tables: dict[int, ChunkTables | None] = {}
@@ -234,7 +234,7 @@ class SpreadBlocks:
                 self._known.grad_dtypes, self._tables = self._step.dtypes, {}
         chunk = self._chunks[number]
         if number not in self._groups:
-            self._groups[number] = {local.specs[route.param].group for route in chunk.routes}
+            self._groups[number] = {local.specs[planned.param].group for planned in chunk.blocks}
         if not all(self._step.can_run(group, math) for group in self._groups[number]):
             return None
         if number not in self._tables:

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
-from samestep.plan.block_exchange import Key, Route
+from samestep.plan.block_exchange import Key, PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin
@@ -29,7 +29,7 @@ class BlockShard(NamedTuple):
     """What this rank holds of a block: where it is in the local tensors, and in the block."""
 
     place: int  # of the block in its chunk
-    route: Route
+    planned: PlannedBlock
     here: Slices
     in_block: Slices
 
@@ -93,21 +93,21 @@ class LocalShards:
 
     def origin_of(self, part: BlockShard) -> Origin | None:
         """Where a part lies in the whole parameter."""
-        where = self.elements[part.route.param]
+        where = self.elements[part.planned.param]
         return None if where is None else where.at(part.of(where.elements)).origin()
 
     def is_of_whole(self, index: int, key: str) -> bool:
         """Whether state belongs to whole blocks, such as their variance."""
         return self.specs[index].stored[key].per is None
 
-    def of_blocks(self, chunk: Sequence[Route]) -> list[BlockShard]:
+    def of_blocks(self, chunk: Sequence[PlannedBlock]) -> list[BlockShard]:
         """The shards of a chunk's blocks that this rank holds."""
         rank, found = self.group.rank, []
-        for place, route in enumerate(chunk):
-            part = route.held.box_of(rank)
+        for place, planned in enumerate(chunk):
+            part = planned.held.box_of(rank)
             if part is not None:
-                here = part.shifted(route.box).within(self.box(route.param))
-                found.append(BlockShard(place, route, here.slices, part.slices))
+                here = part.shifted(planned.box).within(self.box(planned.param))
+                found.append(BlockShard(place, planned, here.slices, part.slices))
         return found
 
     def is_primary(self, index: int) -> bool:
@@ -117,15 +117,15 @@ class LocalShards:
 
     def part_of_state(self, part: BlockShard) -> State:
         """Of a part: what has an element for each of its, or for some neighbours."""
-        if self._come and part.route.key in self._come:
-            return self._come[part.route.key].of_part
+        if self._come and part.planned.key in self._come:
+            return self._come[part.planned.key].of_part
         return self.kept_of_part(part)
 
-    def whole_state(self, route: Route) -> State:
+    def whole_state(self, planned: PlannedBlock) -> State:
         """Views of the state that belongs to a whole block, such as its variance."""
-        if self._come and route.key in self._come:
-            return self._come[route.key].of_whole
-        return self.kept_of_whole(route)
+        if self._come and planned.key in self._come:
+            return self._come[planned.key].of_whole
+        return self.kept_of_whole(planned)
 
     def come(self, states: Mapping[Key, "BlockState"]) -> None:
         """State that stays on the host is on the device, for some blocks, until the step ends."""
@@ -137,7 +137,7 @@ class LocalShards:
 
     def kept_of_part(self, part: BlockShard) -> State:
         """The state of a part where it stays between steps, perhaps on the host."""
-        index = part.route.param
+        index = part.planned.param
         stored = self.specs[index].stored
         return {
             key: local_of(tensor)[divided(part.here, stored[key].per or 1)]
@@ -145,37 +145,37 @@ class LocalShards:
             if not self.is_of_whole(index, key)
         }
 
-    def kept_of_whole(self, route: Route) -> State:
+    def kept_of_whole(self, planned: PlannedBlock) -> State:
         """The state of a whole block where it stays between steps, perhaps on the host."""
-        state = self.states[route.param]
-        of_whole = {key: state[key] for key in state if self.is_of_whole(route.param, key)}
+        state = self.states[planned.param]
+        of_whole = {key: state[key] for key in state if self.is_of_whole(planned.param, key)}
         if not of_whole:
             return {}
-        spec = self.specs[route.param]
+        spec = self.specs[planned.param]
         group, blocks = self.groups[spec.group], spec.blocks or ()
-        return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[route.number]
+        return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[planned.number]
 
-    def states_of_matrices(self, route: Route) -> list[State]:
+    def states_of_matrices(self, planned: PlannedBlock) -> list[State]:
         """Views of the state of a whole block, matrix by matrix."""
-        spec, state = self.specs[route.param], self.whole_state(route)
+        spec, state = self.specs[planned.param], self.whole_state(planned)
         group = self.groups[spec.group]
-        return matrix_states(rule_of(group), route.block, state, group, spec.stored)
+        return matrix_states(rule_of(group), planned.block, state, group, spec.stored)
 
-    def step_after(self, route: Route) -> Tensor:
+    def step_after(self, planned: PlannedBlock) -> Tensor:
         """The count of steps of a block after this one; its matrices count alike."""
-        return self.whole_state(route)[STEP].reshape(-1)[0] + 1
+        return self.whole_state(planned)[STEP].reshape(-1)[0] + 1
 
-    def staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
+    def staged(self, planned: PlannedBlock, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         """The rule of a block, and how it is run in this step."""
-        of_group = math(self.specs[route.param].group)
+        of_group = math(self.specs[planned.param].group)
         assert is_staged(of_group.rule)
         return of_group.rule, of_group
 
     def put(
-        self, route: Route, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]
+        self, planned: PlannedBlock, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
         """Write new values, unless the parameter is absent or the step is skipped."""
-        present, only_if = self.present[route.param], of_group.only_if
+        present, only_if = self.present[planned.param], of_group.only_if
         if present is False:
             return
         if isinstance(present, Tensor):
@@ -183,24 +183,24 @@ class LocalShards:
         for old, value in pairs:
             put(old, value, only_if)
 
-    def put_whole_state(self, route: Route, extra: Tensor) -> None:
+    def put_whole_state(self, planned: PlannedBlock, extra: Tensor) -> None:
         """Take over what the owner decided with the whole block in sight."""
-        state = self.whole_state(route)
+        state = self.whole_state(planned)
         sizes = [tensor.numel() for tensor in state.values()]
         for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
-    def count(self, route: Route, of_group: GroupMath, direction: Tensor) -> None:
+    def count(self, planned: PlannedBlock, of_group: GroupMath, direction: Tensor) -> None:
         """Add the squares of a part's direction, if these are measured."""
-        present = self.present[route.param]
+        present = self.present[planned.param]
         if of_group.sizes is None or present is False:
             return
         flag = present if isinstance(present, Tensor) else None
-        counted = self.is_primary(route.param)
+        counted = self.is_primary(planned.param)
         operand = Operand(direction, direction, {}, flag, counted, self.share)
         wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
         square = wide.square().sum(dtype=torch.float64).reshape(1)
-        of_group.sizes.add(self.specs[route.param].group, [operand], square)
+        of_group.sizes.add(self.specs[planned.param].group, [operand], square)
 
 
 def divided(slices: Slices, per: int) -> Slices:

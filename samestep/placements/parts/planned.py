@@ -21,7 +21,7 @@ from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec
 
 
-def planned(
+def plan_blocks(
     specs: Sequence[ParamSpec],
     held: Sequence[RankBoxes],
     ranks: int,
@@ -36,7 +36,7 @@ def planned(
 
 
 def shape_of(
-    transfers: tuple[Chunk, ...],
+    chunks: tuple[Chunk, ...],
     distribution: Distribution,
     specs: Sequence[ParamSpec],
     ranks: int,
@@ -46,27 +46,28 @@ def shape_of(
         bucket_sizes=(sum(prod(spec.shape) for spec in specs) // ranks,),
         agrees=True,
         reduces=False,
-        chunks=len(transfers),
+        chunks=len(chunks),
         gives_back=distribution.muon_schedule == "parallel",
-        chunk_transfers=transfers,
+        chunk_transfers=chunks,
     )
 
 
-def transfers_of(
+def chunks_of(
     plan: ExchangePlan,
     specs: Sequence[ParamSpec],
     ranks: int,
     distribution: Distribution,
     device: torch.device,
 ) -> tuple[Chunk, ...]:
-    """What each chunk of a plan sends."""
+    """The chunks of a plan, with what each of them sends."""
     gives_back = distribution.muon_schedule == "parallel"
     found = []
     for number, chunk in enumerate(plan.chunks):
-        dtypes = (specs[route.param].math_dtype for route in chunk)
+        dtypes = (specs[planned.param].math_dtype for planned in chunk)
         dtype, wide = travel_dtypes(dtypes, distribution, device)
         extra = [
-            specs[route.param].state_of_blocks[route.number] if gives_back else 0 for route in chunk
+            specs[planned.param].state_of_blocks[planned.number] if gives_back else 0
+            for planned in chunk
         ]
         found.append(
             chunk_of(number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back)

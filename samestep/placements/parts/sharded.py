@@ -133,8 +133,8 @@ class ShardedParameters(Placement):
     def updated_by(self, param: Tensor) -> str:
         """The owners of its blocks; without blocks, whoever holds some of it."""
         index = self._index(param)
-        routes = (route for chunk in self.exchange.plan.chunks for route in chunk)
-        owners = {rank for route in routes if route.param == index for rank in route.owners}
+        blocks = (planned for chunk in self.exchange.plan.chunks for planned in chunk)
+        owners = {rank for planned in blocks if planned.param == index for rank in planned.owners}
         if self.specs[index].blocks is None:
             owners = {rank for rank, box in enumerate(self._held[index].boxes) if box.numel}
         return ranks_text([self.group.members[rank] for rank in sorted(owners)])

@@ -32,7 +32,7 @@ def sharded(name, shape, mesh, cuts, splits=None, flatten=False):
     return spec, RankBoxes(tuple(all_boxes(shape, mesh, cuts)), tuple(replicas(mesh, cuts)))
 
 
-def planned(sharded, ranks, **options):
+def plan_of(sharded, ranks, **options):
     return plan_exchange(*map(list, zip(*sharded, strict=True)), ranks, **options)
 
 
@@ -53,8 +53,8 @@ def chunks_of(plan, ranks, extra=0, gives_back=True):
     """Of a plan, with so many elements that belong to all of a block, in float64."""
     dtypes = {"dtype": torch.float32, "wide": torch.float64}
     return [
-        chunk_of(n, routes, [extra] * len(routes), ranks, gives_back=gives_back, **dtypes)
-        for n, routes in enumerate(plan.chunks)
+        chunk_of(n, blocks, [extra] * len(blocks), ranks, gives_back=gives_back, **dtypes)
+        for n, blocks in enumerate(plan.chunks)
     ]
 
 
@@ -64,16 +64,16 @@ def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, 
     ranks, gives_back = torch.Size(mesh).numel(), owners is not None
     plan = plan_gather(*map(list, zip(*specs, strict=True)), ranks, chunk_elements=size)
     if gives_back:
-        plan = planned(specs, ranks, chunk_elements=size, owners=owners)
+        plan = plan_of(specs, ranks, chunk_elements=size, owners=owners)
     seen = set()
     for chunk in chunks_of(plan, ranks, gives_back=gives_back):
-        for place, route in enumerate(chunk.routes):
-            spec, of_ranks = specs[route.param]
-            assert route.key not in seen
-            seen.add(route.key)
-            assert len(route.owners) == (1 if gives_back else ranks)
-            for owner in route.owners:
-                arrived = torch.zeros(route.box.sizes, dtype=torch.int64)
+        for place, planned in enumerate(chunk.blocks):
+            spec, of_ranks = specs[planned.param]
+            assert planned.key not in seen
+            seen.add(planned.key)
+            assert len(planned.owners) == (1 if gives_back else ranks)
+            for owner in planned.owners:
+                arrived = torch.zeros(planned.box.sizes, dtype=torch.int64)
                 for hop in chunk.collection.hops_to(owner):
                     if hop.key == (place, ""):
                         arrived[hop.box.slices] += 1
@@ -82,11 +82,11 @@ def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, 
                 held = torch.zeros(spec.shape, dtype=torch.int64)
                 for hop in chunk.giving_back.hops_to(rank) if gives_back else ():
                     if hop.key == (place, ""):
-                        held[hop.box.shifted(route.box).slices] += 1
+                        held[hop.box.shifted(planned.box).slices] += 1
                 expected = torch.zeros(spec.shape, dtype=torch.int64)
-                expected[block_box(route.block, spec.shape).overlap(box).slices] = 1
+                expected[block_box(planned.block, spec.shape).overlap(box).slices] = 1
                 assert torch.equal(held, expected) or not gives_back
-                mine = route.held.box_of(rank)
+                mine = planned.held.box_of(rank)
                 assert (mine.numel if mine else 0) == expected.sum()
     assert len(seen) == sum(len(spec.blocks) for spec, _ in specs)
 
@@ -95,47 +95,53 @@ def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, 
 def test_what_belongs_to_a_whole_block_goes_to_all_ranks(case, extra):
     specs, mesh = case
     ranks = torch.Size(mesh).numel()
-    plan = planned(specs, ranks, chunk_elements=50)
+    plan = plan_of(specs, ranks, chunk_elements=50)
     for chunk in chunks_of(plan, ranks, extra):
         for rank in range(ranks):
             got = [h for h in chunk.giving_back.hops_to(rank) if h.key[1] == OF_WHOLE]
             assert all(hop.box.sizes == (2 * extra,) for hop in got)  # of float64 in float32
-            owners = [(place, *route.owners) for place, route in enumerate(chunk.routes) if extra]
+            owners = [
+                (place, *planned.owners) for place, planned in enumerate(chunk.blocks) if extra
+            ]
             assert sorted((hop.key[0], hop.source) for hop in got) == owners
-            assert chunk.to.sizes[rank] == sum(chunk.collection.packed_from(rank).sizes)
-            assert chunk.back.incoming[rank] == sum(chunk.giving_back.packed_to(rank).sizes)
+            assert chunk.collection.transfer.sizes[rank] == sum(
+                chunk.collection.packed_from(rank).sizes
+            )
+            assert chunk.giving_back.transfer.incoming[rank] == sum(
+                chunk.giving_back.packed_to(rank).sizes
+            )
 
 
 def test_copies_that_are_near_the_owner_are_sent():
     """Two replicas of two shards: traffic stays in the owner's replica."""
     specs = [sharded(f"m{i}", (8, 8), (2, 2), [Cut(None), Cut(0)]) for i in range(8)]
-    plan = planned(specs, 4, chunk_elements=1)
+    plan = plan_of(specs, 4, chunk_elements=1)
     for chunk in chunks_of(plan, 4):
-        assert sorted(owner for route in chunk.routes for owner in route.owners) == [0, 1, 2, 3]
-        for place, route in enumerate(chunk.routes):
-            (owner,) = route.owners
+        assert sorted(owner for planned in chunk.blocks for owner in planned.owners) == [0, 1, 2, 3]
+        for place, planned in enumerate(chunk.blocks):
+            (owner,) = planned.owners
             senders = chunk.collection.givers((place, ""), owner)
             assert owner in senders
             assert {rank // 2 for rank in senders} == {owner // 2}
-            assert sorted(route.held.sizes) == [0, 1, 2, 3]
+            assert sorted(planned.held.sizes) == [0, 1, 2, 3]
 
 
 def test_an_owner_that_holds_nothing_hears_the_ranks_of_its_copy():
     """Of a matrix of one row two ranks have copies, and the others have no shard of it."""
-    (route,) = planned(
+    (planned,) = plan_of(
         [sharded("m", (1, 8), (2, 2), [Cut(None), Cut(0)])], 4, chunk_elements=1
     ).chunks[0]
-    route = route._replace(owners=(3,))
-    (chunk,) = chunks_of(ExchangePlan(((route,),)), 4)
+    planned = planned._replace(owners=(3,))
+    (chunk,) = chunks_of(ExchangePlan(((planned,),)), 4)
     assert chunk.collection.givers((0, ""), 3) == [2]
 
 
 def test_whole_experts_stay_where_they_are():
     spec = sharded("experts", (8, 6, 4), (4,), [Cut(0)])
-    plan = planned([spec], 4, chunk_elements=1)
+    plan = plan_of([spec], 4, chunk_elements=1)
     chunks = chunks_of(plan, 4)
     assert all(chunk.collection.is_silent and chunk.giving_back.is_silent for chunk in chunks)
-    owners = {route.number: route.owners for chunk in chunks for route in chunk.routes}
+    owners = {planned.number: planned.owners for chunk in chunks for planned in chunk.blocks}
     assert owners == {i: (i // 2,) for i in range(8)}
 
 
@@ -155,11 +161,11 @@ def test_the_busiest_owner_is_near_the_bound(model, ranks):
         for shape in set(MODELS[model])
     }
     specs = [by_shape[shape] for shape in MODELS[model]]
-    plan = planned(specs, ranks, chunk_elements=1 << 26)
+    plan = plan_of(specs, ranks, chunk_elements=1 << 26)
     work = [0] * ranks
     flops = []
     for chunk in plan.chunks:
-        for route in chunk:
-            flops.append(orthogonalize_flops(route.block.rows, route.block.cols))
-            work[route.owners[0]] += flops[-1]
+        for planned in chunk:
+            flops.append(orthogonalize_flops(planned.block.rows, planned.block.cols))
+            work[planned.owners[0]] += flops[-1]
     assert max(work) <= 1.05 * busiest_lower_bound(flops, ranks)

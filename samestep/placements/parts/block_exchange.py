@@ -200,7 +200,7 @@ class PlainStages:
         for part in self._chunk.shards:
             planned = part.planned
             rule, of_group = local.staged(planned, math)
-            state, value = local.part_of_state(part), local.values[planned.param]
+            value, state, origin = local.views(part)
             grad = local.gradient_of(planned.param)[part.here].to(math_dtype(value))
             prepared[part.place], new = rule.prepare(
                 of_group.gradient(grad),
@@ -208,7 +208,6 @@ class PlainStages:
                 of_group.scalars,
                 of_group.options,
             )
-            origin = local.origin_of(part)
             step = None if origin is None else local.step_after(planned)
             local.put(planned, of_group, state_pairs(state, new, step, origin))
         there = self._chunk.collection
@@ -308,8 +307,7 @@ class PlainStages:
             rule, of_group = local.staged(planned, math)
             mine = own.get(shard.place)
             direction = came[shard.place] if mine is None else mine[shard.in_block]
-            kept = local.part_of_state(shard)
-            target = shard.of(local.values[planned.param])
+            target, kept, _ = local.views(shard)
             value = exact_value(target, kept)
             new = self._finished(rule, shard, value, direction.to(value.dtype), of_group)
             local.put(planned, of_group, parameter_pairs(target, kept, new))

@@ -196,7 +196,7 @@ class ChunkTables:
                     self._places[index],
                     size,
                     Rows(int(grad.storage_offset()), grad.stride(0)),
-                    _known(local.part_of_state(part)["momentum_buffer"], size),
+                    _known(local.views(part).state["momentum_buffer"], size),
                     goes_to[0] if goes_to else None,
                     _rounded(local, part, size),
                 )
@@ -255,11 +255,11 @@ class ChunkTables:
         found = []
         for part, size, source in self.parts:
             planned = part.planned
-            state = local.part_of_state(part)
+            value, state, _ = local.views(part)
             master = state.get(MASTER, state.get(REMAINDER_KEY))
             if master is not None and master.dtype not in (torch.float32, torch.int16):
                 raise NotRowsError
-            target = _known(part.of(local.values[planned.param]), size)
+            target = _known(value, size)
             own = None if master is None else _known(master, size)
             group, whole = (
                 local.specs[planned.param].group,
@@ -347,9 +347,9 @@ def _rounded(local: LocalShards, part: BlockShard, size: Size) -> Rounded | None
     where = local.elements[part.planned.param]
     if where is None:
         return None
-    origin = where.at(_matrix(part.of(where.elements), size)).origin()
+    origin = where.at(_matrix(where.elements[part.here], size)).origin()
     step = local.whole_state(part.planned)[STEP]
-    scale = local.part_of_state(part).get("momentum_buffer" + SCALE_SUFFIX)
+    scale = local.views(part).state.get("momentum_buffer" + SCALE_SUFFIX)
     if scale is not None:
         scale = _matrix(scale, Size(size.rows, scale.numel() // size.rows))
     return Rounded(origin, step, scale)

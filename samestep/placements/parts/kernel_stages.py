@@ -20,7 +20,6 @@ from samestep.placements.parts.block_exchange import LocalChunk
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
 from samestep.placements.parts.local_shards import LocalShards
 from samestep.plan.block_exchange import OF_WHOLE
-from samestep.rules.state import State
 from samestep.rules.stored import STEP
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
 from samestep.update.triton import can_run
@@ -214,7 +213,8 @@ class SpreadBlocks:
         self._chunks = chunks
         self._params = sorted({planned.param for chunk in chunks for planned in chunk.blocks})
         self._places = {param: place for place, param in enumerate(self._params)}
-        self._known: _Known | None = None
+        self._version = 0  # of what tables are of
+        self._dtypes: list[torch.dtype] = []  # of gradients, likewise
         self._tables: dict[int, ChunkTables | None] = {}
         self._groups: dict[int, set[int]] = {}
         self._step: StepTables | None = None
@@ -222,16 +222,15 @@ class SpreadBlocks:
     def begin_step(self, local: LocalShards) -> None:
         """Forget what was replaced since the last step."""
         self._step = None
-        if self._known is None or not self._known.is_still(local, self._params):
-            self._known, self._tables = _Known(local, self._params), {}
+        if self._version != local.version:
+            self._version, self._tables = local.version, {}
 
     def stages(self, local: LocalShards, number: int, math: GroupMaths) -> KernelStages | None:
         """A chunk with the tables of this step; None: plain torch does it."""
         if self._step is None:
-            assert self._known is not None
             self._step = StepTables(local, self._params)
-            if self._step.dtypes != self._known.grad_dtypes:
-                self._known.grad_dtypes, self._tables = self._step.dtypes, {}
+            if self._step.dtypes != self._dtypes:
+                self._dtypes, self._tables = self._step.dtypes, {}
         chunk = self._chunks[number]
         if number not in self._groups:
             self._groups[number] = {local.specs[planned.param].group for planned in chunk.blocks}
@@ -250,38 +249,7 @@ class SpreadBlocks:
         self._step = None
 
     def _made(self, local: LocalShards, chunk: LocalChunk) -> ChunkTables | None:
-        assert self._known is not None
-        dtypes = self._known.grad_dtypes
         try:
-            return ChunkTables(local, chunk, self._places, dtypes)
+            return ChunkTables(local, chunk, self._places, self._dtypes)
         except NotRowsError:
             return None
-
-
-class _Known:
-    """Parameters and state as a step found them."""
-
-    def __init__(self, local: LocalShards, params: Sequence[int]) -> None:
-        self._states = [local.states[index] for index in params]
-        self._tensors = _tensors(self._states)
-        self._addresses = _addresses(local, params)
-        self.grad_dtypes: list[torch.dtype] = []
-
-    def is_still(self, local: LocalShards, params: Sequence[int]) -> bool:
-        """Whether nothing was replaced since."""
-        states = [local.states[index] for index in params]
-        tensors = _tensors(states)
-        return (
-            all(map(operator.is_, states, self._states))
-            and len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
-            and _addresses(local, params) == self._addresses
-        )
-
-
-def _tensors(states: Sequence[State]) -> list[Tensor]:
-    return [tensor for state in states for tensor in state.values()]
-
-
-def _addresses(local: LocalShards, params: Sequence[int]) -> list[int]:
-    return [local.values[index].data_ptr() for index in params]

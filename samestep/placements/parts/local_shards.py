@@ -13,6 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
+from samestep.placements.shards import same_objects
 from samestep.plan.block_exchange import Key, PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
@@ -33,9 +34,17 @@ class BlockShard(NamedTuple):
     here: Slices
     in_block: Slices
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor that is placed as the parameter is."""
-        return local_of(tensor)[self.here]
+
+class ShardViews(NamedTuple):
+    """What a step reads and writes of a shard of a block.
+
+    state: what has an element for each of the shard's, or for some neighbours.
+    origin: where the shard lies in the whole parameter; None: nothing is rounded at random.
+    """
+
+    value: Tensor
+    state: State
+    origin: Origin | None
 
 
 class BlockState(NamedTuple):
@@ -56,7 +65,8 @@ class LocalShards:
         at random.
     counted: the tensors of which this rank counts among ranks of other meshes; None: all.
     share: of sums over all ranks that the optimizer has, since other meshes hold copies.
-    values, states: of this step, to write into; the same objects unless something was replaced.
+    values, states: to write into, of this rank alone; as the last step has found them.
+    version: larger than before when some of these were replaced; views of them are made once.
     gradients: of this step; None: only others may have one.
     groups: there from when state is made.
     present: whether each tensor has a gradient on any rank, in this step.
@@ -71,10 +81,15 @@ class LocalShards:
     share: float = 1.0
     values: Sequence[Tensor] = field(init=False, default=())
     states: Sequence[State] = field(init=False, default=())
+    version: int = field(init=False, default=0)
     gradients: list[Tensor | None] = field(init=False, default_factory=list)
     groups: Sequence[Group] = field(init=False)
     present: list[bool | Tensor] = field(init=False, default_factory=list)
-    _come: dict[Key, BlockState] = field(init=False, default_factory=dict)
+    _addresses: list[int] = field(init=False, default_factory=list)  # of values
+    _tensors: list[Tensor] = field(init=False, default_factory=list)  # of states, as they are kept
+    _views: dict[Key, ShardViews] = field(init=False, default_factory=dict)
+    _wholes: dict[Key, State] = field(init=False, default_factory=dict)
+    _come: Mapping[Key, BlockState] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.elements = [  # of a whole parameter, that each shard has
@@ -86,15 +101,22 @@ class LocalShards:
         """What this rank holds of a tensor."""
         return self.held[index].boxes[self.group.rank]
 
+    def look_at(self, values: Sequence[Tensor], states: Sequence[State]) -> None:
+        """Take parameters and state of this step, unless they are those of before."""
+        tensors = [tensor for state in states for tensor in state.values()]
+        addresses = [value.data_ptr() for value in values]
+        if addresses == self._addresses and same_objects(tensors, self._tensors):
+            return
+        self._addresses, self._tensors = addresses, tensors
+        self.values = values
+        self.states = [{key: local_of(own) for key, own in state.items()} for state in states]
+        self._views, self._wholes = {}, {}
+        self.version += 1
+
     def gradient_of(self, index: int) -> Tensor:
         """The gradient of a shard; zeros if only others have one."""
         value, grad = self.values[index], self.gradients[index]
         return torch.zeros_like(value) if grad is None else grad.view(value.shape)
-
-    def origin_of(self, part: BlockShard) -> Origin | None:
-        """Where a part lies in the whole parameter."""
-        where = self.elements[part.planned.param]
-        return None if where is None else where.at(part.of(where.elements)).origin()
 
     def is_of_whole(self, index: int, key: str) -> bool:
         """Whether state belongs to whole blocks, such as their variance."""
@@ -115,32 +137,48 @@ class LocalShards:
         counts = self.counted is None or self.counted[index]
         return counts and self.held[index].replicas[self.group.rank] == 0
 
-    def part_of_state(self, part: BlockShard) -> State:
-        """Of a part: what has an element for each of its, or for some neighbours."""
-        if self._come and part.planned.key in self._come:
-            return self._come[part.planned.key].of_part
-        return self.kept_of_part(part)
+    def views(self, part: BlockShard) -> ShardViews:
+        """The tensors of a shard of a block."""
+        key, index = part.planned.key, part.planned.param
+        if key not in self._views:
+            where, come = self.elements[index], self._come.get(key)
+            self._views[key] = ShardViews(
+                self.values[index][part.here],
+                self.kept_of_part(part) if come is None else come.of_part,
+                None if where is None else where.at(where.elements[part.here]).origin(),
+            )
+        return self._views[key]
 
     def whole_state(self, planned: PlannedBlock) -> State:
         """Views of the state that belongs to a whole block, such as its variance."""
-        if self._come and planned.key in self._come:
-            return self._come[planned.key].of_whole
-        return self.kept_of_whole(planned)
+        key = planned.key
+        if key not in self._wholes:
+            come = self._come.get(key)
+            self._wholes[key] = self.kept_of_whole(planned) if come is None else come.of_whole
+        return self._wholes[key]
 
-    def come(self, states: Mapping[Key, "BlockState"]) -> None:
+    def come(self, states: Mapping[Key, BlockState]) -> None:
         """State that stays on the host is on the device, for some blocks, until the step ends."""
-        self._come.update(states)
+        self._forget(states)
+        self._come = {**self._come, **states}
 
     def end_step(self) -> None:
         """State that had come from the host for this step is gone again."""
-        self._come = {}
+        if self._come:
+            self._forget(self._come)
+            self._come = {}
+
+    def _forget(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._views.pop(key, None)
+            self._wholes.pop(key, None)
 
     def kept_of_part(self, part: BlockShard) -> State:
         """The state of a part where it stays between steps, perhaps on the host."""
         index = part.planned.param
         stored = self.specs[index].stored
         return {
-            key: local_of(tensor)[divided(part.here, stored[key].per or 1)]
+            key: tensor[divided(part.here, stored[key].per or 1)]
             for key, tensor in self.states[index].items()
             if not self.is_of_whole(index, key)
         }

@@ -262,8 +262,8 @@ class ShardedParameters(Placement):
         super().begin_step(state, problem)
         changed = self._tensors.changed(self._names, self.group)
         self.problem = problem or changed or self._gradient_problem()
-        self.shards.values = [param.to_local() for param in self.params]
-        self.shards.states = [state[param] for param in self.params]
+        values = [param.to_local() for param in self.params]
+        self.shards.look_at(values, [state[param] for param in self.params])
         self.exchange.begin_step()
         if self._distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
@@ -271,16 +271,13 @@ class ShardedParameters(Placement):
     def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
         """State of elementwise parameters, of which any range may be updated; that of blocks."""
         found: dict[tuple[Stage, int], list[Unit]] = {("update", 0): []}
-        for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+        for index, spec in enumerate(self.specs):
             if spec.blocks is None:
-                own, local = self._local_state(param), param.to_local()
-                found["update", 0].append(Unit(index, own, local.numel(), local.is_contiguous()))
+                own, value = self.shards.states[index], self.shards.values[index]
+                found["update", 0].append(Unit(index, own, value.numel(), value.is_contiguous()))
         for number, units in enumerate(self.exchange.units()):
             found["chunk", number] = units
         return found
-
-    def _local_state(self, param: Tensor) -> State:
-        return {key: local_of(tensor) for key, tensor in self._state[param].items()}
 
     def may_be_present(self, about: Any) -> bool:
         """Blocks that come together do so with those that are absent."""
@@ -292,7 +289,7 @@ class ShardedParameters(Placement):
 
     def finish_step(self) -> None:
         self._sums = {}
-        self.shards.values, self.shards.gradients = (), []
+        self.shards.gradients = []
         self.exchange.end_step()
 
     abandon_step = finish_step
@@ -359,11 +356,11 @@ class ShardedParameters(Placement):
     ) -> Iterator[tuple[int, Operand]]:
         """The local parts of elementwise parameters."""
         if window is None:
-            for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+            for index, spec in enumerate(self.specs):
                 if spec.blocks is None and self.shards.present[index] is not False:
                     value, grad = self.shards.values[index], self.shards.gradient_of(index)
-                    origin = self._origin(index)
-                    yield self._operand(index, value, grad, self._local_state(param), origin)
+                    origin, state = self._origin(index), self.shards.states[index]
+                    yield self._operand(index, value, grad, state, origin)
             return
         for part, state in self.arrived(window):
             index = part.unit.about

@@ -233,13 +233,12 @@ class PrimaryBlocks:
     def take_shards(self, shards: PieceShards) -> None:
         """Read values and state of blocks from these shards, in this step and those after it."""
         of_items = [shards[item.piece] for item in self.items]
-        self.shards.values = [
+        values = [
             shard.value if mine else shard.value.new_empty(0, 0)
             for shard, mine in zip(of_items, self._mine, strict=True)
         ]
-        self.shards.states = [
-            self._item_state(number, shard.state) for number, shard in enumerate(of_items)
-        ]
+        states = [self._item_state(number, shard.state) for number, shard in enumerate(of_items)]
+        self.shards.look_at(values, states)
 
     def _item_state(self, number: int, state: State) -> State:
         return {

@@ -114,6 +114,30 @@ SCHEDULES = ["parallel", "gather"]
 FORMATS = ["fully_reshardable", "fsdp_dtensor"]
 
 
+def test_state_that_was_replaced_is_found_in_the_next_step():
+    def job(rank):
+        found = []
+        for replaces in (False, True):
+            model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
+            opt = samestep.MuonAdamW(model, **OPTIONS)
+            for step in range(STEPS):
+                if replaces and step == 2:
+                    before = [dict(state) for state in opt.state.values()]
+                    for state in opt.state.values():
+                        state.update({key: tensor.clone() for key, tensor in state.items()})
+                    for tensor in (tensor for state in before for tensor in state.values()):
+                        tensor.zero_()
+                loss_of(model, rank, step).backward()
+                opt.step()
+                opt.zero_grad()
+            found.append({name: opt.full_parameter(name) for name, _ in model.named_parameters()})
+        return found
+
+    for kept, replaced in run_forked(2, job):
+        for name, value in kept.items():
+            assert torch.equal(replaced[name], value), name
+
+
 @pytest.mark.parametrize("world", [2, 3, 4] if SOAK else [3])
 def test_fsdp2(world):
     expected = alone(world, update_rms=True)

@@ -26,12 +26,12 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.layout.blocks import Block, Shape
+from samestep.layout.blocks import Block
 from samestep.layout.splits import Form
 from samestep.placements.parts.block_exchange import LocalChunk
 from samestep.placements.parts.local_shards import BlockShard, LocalShards
 from samestep.plan.block_exchange import OF_WHOLE, PlannedBlock
-from samestep.plan.exchanges import Packing
+from samestep.plan.exchanges import PackedPart, Packing
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
@@ -73,11 +73,19 @@ class _Owned(NamedTuple):
     turn: int
 
 
+class Region(NamedTuple):
+    """Rows and columns of a block: a part of it as a matrix, from its first row and column on."""
+
+    size: Size
+    row: int
+    col: int
+
+
 class DirectedPart(NamedTuple):
     """A part that this rank holds, and where its direction will be."""
 
     part: BlockShard
-    size: Size
+    region: Region
     source: SourceRows
 
 
@@ -105,14 +113,10 @@ class ChunkTables:
             for number, job in enumerate(self._jobs)
             for turn, place in enumerate(job.places)
         }
-        sizes = [_size(part.planned, _lengths(part.in_block)) for part in chunk.shards]
         back = chunk.giving_back
         into = () if back is None else back.into.parts
         came = {part.key[0]: part.start for part in into if part.key[1] != OF_WHOLE}
-        self.parts = [
-            DirectedPart(part, size, self._source(part, size, came))
-            for part, size in zip(chunk.shards, sizes, strict=True)
-        ]
+        self.parts = [self._directed(part, came) for part in chunk.shards]
         self.momenta = self._momentum_launches(local, grad_dtypes)
         self.assembling = self._moves_into_blocks()
         self.packing = None if back is None else self._moves_back(back.out)
@@ -154,14 +158,14 @@ class ChunkTables:
             batches.append((local.specs[owned[0][1].param].group, jobs))
         return batches
 
-    def _in_buffer(self, place: int, first: tuple[int, int]) -> Rows:
-        """Rows of a block that this rank owns, from some row and column on."""
+    def _in_buffer(self, place: int, region: Region) -> Rows:
+        """A region of a block that this rank owns."""
         own = self._owned[place]
         job = self._jobs[own.job]
         rows, cols = job.size
-        return Rows(job.begin + own.turn * rows * cols + first[0] * cols + first[1], cols)
+        return Rows(job.begin + own.turn * rows * cols + region.row * cols + region.col, cols)
 
-    def _in_directions(self, place: int, first: tuple[int, int]) -> SourceRows:
+    def _in_directions(self, place: int, region: Region) -> SourceRows:
         """The same among the directions, which are padded, and turned if the block is tall.
 
         Of a block with a form they lie as it does.
@@ -169,12 +173,12 @@ class ChunkTables:
         own = self._owned[place]
         rows, cols = self._jobs[own.job].size
         if self._jobs[own.job].form is not None:
-            begin = own.turn * rows * cols + first[0] * cols + first[1]
+            begin = own.turn * rows * cols + region.row * cols + region.col
             return SourceRows(own.job, begin, cols, False)
         short, long = sorted((padded(rows), padded(cols)))
         tall = rows > cols
-        along = first[1] * long + first[0] if tall else first[0] * long + first[1]
-        return SourceRows(own.job, own.turn * short * long + along, long, tall)
+        row, col = (region.col, region.row) if tall else (region.row, region.col)
+        return SourceRows(own.job, own.turn * short * long + row * long + col, long, tall)
 
     def _momentum_launches(
         self, local: LocalShards, grad_dtypes: Sequence[torch.dtype]
@@ -183,11 +187,12 @@ class ChunkTables:
         for packed in self.chunk.collection.out.parts:
             sent.setdefault(packed.key[0], []).append(packed.start)
         found, copies = [], []
-        for part, size, _ in self.parts:
+        for part, region, _ in self.parts:
+            size = region.size
             index, place = part.planned.param, part.place
             goes_to = [Rows(start, size.cols) for start in sent.get(place, [])]
             if place in self._owned:
-                goes_to.insert(0, self._in_buffer(place, _first(part.planned, part.in_block, size)))
+                goes_to.insert(0, self._in_buffer(place, region))
             copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
             like = torch.empty(local.values[index].shape, device="meta")
             grad = _matrix(like[part.here], size)
@@ -226,35 +231,38 @@ class ChunkTables:
     def _moves_into_blocks(self) -> Moves | None:
         """Parts that came, to their places in the blocks."""
         found = []
-        for _, (place, _), sizes, slices, start, _ in self.chunk.collection.into.parts:
-            planned = self.chunk.blocks[place]
-            size = _size(planned, sizes)
-            to = self._in_buffer(place, _first(planned, slices, size))
-            found.append(Move(size, SourceRows(0, start, size.cols), to))
+        for part in self.chunk.collection.into.parts:
+            place, region = part.key[0], self._region(part)
+            source = SourceRows(0, part.start, region.size.cols)
+            found.append(Move(region.size, source, self._in_buffer(place, region)))
         return Moves(found, self._device) if found else None
 
     def _moves_back(self, out: Packing) -> Moves | None:
         """Parts of directions, to their places in the buffer that goes back."""
         found = []
-        for _, (place, what), sizes, slices, start, _ in out.parts:
+        for part in out.parts:
+            place, what = part.key
             if what != OF_WHOLE:
-                planned = self.chunk.blocks[place]
-                size = _size(planned, sizes)
-                source = self._in_directions(place, _first(planned, slices, size))
-                found.append(Move(size, source, Rows(start, size.cols)))
+                region = self._region(part)
+                to = Rows(part.start, region.size.cols)
+                found.append(Move(region.size, self._in_directions(place, region), to))
         return Moves(found, self._device) if found else None
 
-    def _source(self, part: BlockShard, size: Size, came: dict[int, int]) -> SourceRows:
+    def _region(self, part: PackedPart) -> Region:
+        return region_of(self.chunk.blocks[part.key[0]], part.slices)
+
+    def _directed(self, part: BlockShard, came: dict[int, int]) -> DirectedPart:
         """Where the direction of a part is: among this rank's own, or in what came, the last."""
-        place = part.place
+        place, region = part.place, region_of(part.planned, part.in_block)
         if place in self._owned:
-            return self._in_directions(place, _first(part.planned, part.in_block, size))
-        return SourceRows(len(self._jobs), came[place], size.cols)
+            return DirectedPart(part, region, self._in_directions(place, region))
+        source = SourceRows(len(self._jobs), came[place], region.size.cols)
+        return DirectedPart(part, region, source)
 
     def _step_launches(self, local: LocalShards) -> list[tuple[int, StepOfParts]]:
         found = []
-        for part, size, source in self.parts:
-            planned = part.planned
+        for part, region, source in self.parts:
+            planned, size = part.planned, region.size
             value, state, _ = local.views(part)
             master = state.get(MASTER, state.get(REMAINDER_KEY))
             if master is not None and master.dtype not in (torch.float32, torch.int16):
@@ -272,8 +280,7 @@ class ChunkTables:
                     Size(*planned.block.matrices[0]),
                 ),
             )
-            first = _first(planned, part.in_block, size)
-            found += [(group, step) for step in _of_one_rate(whole, planned.block, first)]
+            found += [(group, step) for step in _of_one_rate(whole, planned.block, region)]
         kinds = _by(
             found,
             lambda pair: (
@@ -285,16 +292,14 @@ class ChunkTables:
         return [(same[0][0], StepOfParts([p for _, p in same], lr_factor)) for same in kinds]
 
 
-def _of_one_rate(part: StepPart, block: Block, first: tuple[int, int]) -> Iterable[StepPart]:
-    """A part, or ranges of it where its matrices differ in shape, so in their rate.
-
-    `first`: the row and column of the block at which it begins.
-    """
+def _of_one_rate(part: StepPart, block: Block, region: Region) -> Iterable[StepPart]:
+    """A part, or ranges of it where its matrices differ in shape, so in their rate."""
     if block.form is None or len(set(block.matrices)) == 1:
         yield part
         return
     dim, begin = block.form.dim, 0
-    numbers = block.form.numbers()[first[dim] : first[dim] + part.size[dim]]
+    first = region.col if dim else region.row
+    numbers = block.form.numbers()[first : first + part.size[dim]]
     for shape, places in groupby(numbers, key=lambda number: block.matrices[number]):
         count = len(list(places))
         size = Size(*(count if d == dim else n for d, n in enumerate(part.size)))
@@ -314,14 +319,15 @@ def _by(things: Iterable[T], kind: Callable[[T], Hashable]) -> list[list[T]]:
     return list(found.values())
 
 
-def _lengths(slices: Iterable[slice]) -> list[int]:
-    return [part.stop - part.start for part in slices]
-
-
-def _size(planned: PlannedBlock, lengths: Sequence[int]) -> Size:
-    """Of a part of a block as a matrix: a block may be flattened, or one matrix of a stack."""
-    rows = lengths[0 if planned.block.matrix is None else 1]
-    return Size(rows, prod(lengths) // rows)
+def region_of(planned: PlannedBlock, slices: tuple[slice, ...]) -> Region:
+    """A part of a block as a matrix: a block may be flattened, or one matrix of a stack."""
+    lengths = [part.stop - part.start for part in slices]
+    rows, cols = lengths[0 if planned.block.matrix is None else 1], planned.block.cols
+    size = Size(rows, prod(lengths) // rows)
+    part = _matrix(torch.empty(planned.box.sizes, device="meta")[slices], size)
+    if size.rows > 1 and part.stride(0) != cols:
+        raise NotRowsError
+    return Region(size, *divmod(int(part.storage_offset()), cols))
 
 
 def _matrix(view: Tensor, size: Size) -> Tensor:
@@ -360,24 +366,10 @@ def _require_rectangles(chunk: Iterable[PlannedBlock]) -> None:
 
     All ranks must decide alike, or copies of a part would be rounded in different ways.
     """
-    kinds = {
-        (planned.box.sizes, box.sizes, _size(planned, box.sizes), planned.block.cols)
+    kinds = {  # blocks of layers are alike
+        (planned.box.sizes, box.sizes, planned.block.matrix is None, planned.block.cols): planned
         for planned in chunk
         for box, _ in planned.held
     }
-    for sizes, of_part, size, cols in kinds:
-        _in_block(sizes, tuple(slice(length) for length in of_part), size, cols)
-
-
-def _first(planned: PlannedBlock, slices: tuple[slice, ...], size: Size) -> tuple[int, int]:
-    """The row and column of a block at which a part begins."""
-    part = _in_block(planned.box.sizes, slices, size, planned.block.cols)
-    return divmod(int(part.storage_offset()), planned.block.cols)
-
-
-def _in_block(sizes: Shape, slices: tuple[slice, ...], size: Size, cols: int) -> Tensor:
-    """A part of a block without values."""
-    part = _matrix(torch.empty(sizes, device="meta")[slices], size)
-    if size.rows > 1 and part.stride(0) != cols:
-        raise NotRowsError
-    return part
+    for (_, sizes, _, _), planned in kinds.items():
+        region_of(planned, tuple(slice(0, length) for length in sizes))

@@ -185,9 +185,9 @@ class KernelStages:
             of_group, step = self._step.of_group(group, math)
             parts.run_(sources, self._step.grads.writes, step)
             measured |= of_group.sizes is not None
-        for part, size, source in self._tables.parts if measured else ():
+        for part, region, source in self._tables.parts if measured else ():
             of_group, _ = self._step.of_group(local.specs[part.planned.param].group, math)
-            local.count(part.planned, of_group, _taken(sources, source, size))
+            local.count(part.planned, of_group, _taken(sources, source, region.size))
 
     def _put_whole_states(self, local: LocalShards, back: PackedExchange, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""

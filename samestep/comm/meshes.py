@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.exchange import launch_gather
 from samestep.comm.groups import RankGroup, registry
-from samestep.comm.presence import CopiedHere
+from samestep.comm.presence import ReplicatedHere
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
-from samestep.plan.copied import copied_along, line_of
 from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import RankBoxes, by_box, whole, whole_on
+from samestep.plan.replicated_gradients import line_of, replicated_along
 
 _WAY_OUT = (
     "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
@@ -100,9 +100,9 @@ def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
     return RankBoxes(boxes, copies)
 
 
-def copied_here(
+def replicated_here(
     tensors: Sequence[DTensor], mesh: DeviceMesh, ranks: RankGroup, copy: int = 0
-) -> CopiedHere | None:
+) -> ReplicatedHere | None:
     """What is replicated along axes of a mesh; None: nothing.
 
     ranks: those of all meshes that hold copies of all of it; `copy`: which of these meshes it is.
@@ -113,9 +113,9 @@ def copied_here(
         [axis for axis, place in enumerate(tensor.placements) if place.is_replicate()]
         for tensor in tensors
     ]
-    along = copied_along(sizes, replicated, ranks.size // mesh.size())
+    along = replicated_along(sizes, replicated, ranks.size // mesh.size())
     lines = tuple(line_of(sizes, here, each.axis, copy) for each in along)
-    return CopiedHere(along, lines, ranks, _WAY_OUT) if along else None
+    return ReplicatedHere(along, lines, ranks, _WAY_OUT) if along else None
 
 
 def own_box(tensor: DTensor) -> Box:

@@ -24,7 +24,7 @@ from samestep.comm.integrity.agreement import (
     differences_text,
 )
 from samestep.comm.integrity.checksum import sum_of_words, text_checksum
-from samestep.plan.copied import CopiedAlong
+from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.tooling.warn import some
 
 PROBLEM_CODES = 2  # numbers in which a rank tells of its problem
@@ -40,9 +40,9 @@ CALL = "call"  # in lines of what ranks are about to do
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
 
 
-def presence_elements(params: int, copied: Sequence[CopiedAlong] = ()) -> int:
+def presence_elements(params: int, replicated: Sequence[ReplicatedAlong] = ()) -> int:
     """Numbers that presence sends: votes on parameters and on copies of them, then codes."""
-    return params + sum(each.elements for each in copied) + _CODES
+    return params + sum(each.elements for each in replicated) + _CODES
 
 
 class Problem(NamedTuple):
@@ -257,13 +257,13 @@ def sent_from(group: RankGroup, device: torch.device) -> torch.device:
     return torch.device("cpu") if on_host else device
 
 
-class CopiedHere(NamedTuple):
+class ReplicatedHere(NamedTuple):
     """What is replicated along the axes of a mesh, and in which line of each this rank is.
 
     ranks: those that hold any of it. way_out: for whoever has given some of them no gradient.
     """
 
-    along: tuple[CopiedAlong, ...]
+    along: tuple[ReplicatedAlong, ...]
     lines: tuple[int, ...]
     ranks: RankGroup
     way_out: str
@@ -304,13 +304,13 @@ class PresenceAgreement:
         names: Sequence[str],
         groups: Sequence[RankGroup],
         device: torch.device,
-        copied: CopiedHere | None = None,
+        replicated: ReplicatedHere | None = None,
     ) -> None:
         self._names = names
         self._groups = groups  # one after the other they reach every rank
         self._rank = groups[0].members[groups[0].rank]
         self._device = device
-        self._copied = copied
+        self._replicated = replicated
         self._on_their_way: deque[_Said] = deque()
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
         self.dropped = False  # whether all ranks are to agree on what they dropped
@@ -349,14 +349,14 @@ class PresenceAgreement:
             # ~ turns the order around, so the largest ~digest is the smallest digest's.
             codes[-2:] = intent.digest, ~intent.digest
         votes = torch.tensor([*here, *codes], dtype=torch.int64)
-        if self._copied is not None:
+        if self._replicated is not None:
             # Who has a problem says nothing: its gradients may be anything.
-            copied = torch.zeros(self._copied.elements, dtype=torch.int64)
+            replicated = torch.zeros(self._replicated.elements, dtype=torch.int64)
             if problem is None:
                 assert whole is not None
-                copied = self._copied.votes(whole)
-            votes = torch.cat([votes[:-_CODES], copied, votes[-_CODES:]])
-        copies = () if self._copied is None else self._copied.along
+                replicated = self._replicated.votes(whole)
+            votes = torch.cat([votes[:-_CODES], replicated, votes[-_CODES:]])
+        copies = () if self._replicated is None else self._replicated.along
         assert len(votes) == presence_elements(len(here), copies)  # as the estimate counts them
         votes = self._on_device(votes)
         on_device = self._add_numbers(votes, intent)
@@ -416,7 +416,7 @@ class PresenceAgreement:
     def look_for_drops(self, dropped: bool) -> bool:
         """Whether any rank has dropped any; then `agree_on_drops` comes next. Collective."""
         self._read_arrived()
-        elements = 0 if self._copied is None else self._copied.elements
+        elements = 0 if self._replicated is None else self._replicated.elements
         codes = [0] * PROBLEM_CODES + self._codes_of_drops(dropped) + [_NOTHING, _NOTHING]
         votes = torch.tensor([0] * elements + codes, dtype=torch.int64)
         said = self._largest("gradients dropped", self._on_device(votes))
@@ -501,8 +501,8 @@ class PresenceAgreement:
         if late and dropped:
             raise self._dropped_here_alone(dropped - 1, None, intact - 1)
         self.dropped = bool(dropped)
-        if self._copied is not None:
-            self._copied.refuse_difference(said[:-_CODES], self._names, late=late)
+        if self._replicated is not None:
+            self._replicated.refuse_difference(said[:-_CODES], self._names, late=late)
 
     def _difference(
         self, intent: Intent, on_device: Tensor | None, *, late: bool

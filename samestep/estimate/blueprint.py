@@ -44,10 +44,10 @@ from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.planned import levels_of
 from samestep.placements.whole.planned import planned as planned_shares
 from samestep.placements.windows import Unit, Windows
-from samestep.plan.copied import CopiedAlong, copied_along, copied_by_all
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.links import Fabric, usual_links
 from samestep.plan.narrowed import even_share
+from samestep.plan.replicated_gradients import ReplicatedAlong, replicated_along, replicated_by_all
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
 from samestep.rules.state import StoredTensors
@@ -327,7 +327,7 @@ def _whole(asked: _Request) -> Iterator[Placed]:
         if own_outer is None:
             levels = levels_of(specs, asked.links(peers), beside, on_cpu=not asked.on_gpu)
         shared = asked.sharing(members, specs, peers, own_outer, levels)
-        compared = copied_by_all(len(params), peers.size) if beside.grads != "local" else ()
+        compared = replicated_by_all(len(params), peers.size) if beside.grads != "local" else ()
         yield Placed(params, specs, peers, asked.grid.peers(), peers, compared, (shared,))
 
 
@@ -356,14 +356,14 @@ def _parts(asked: _Request) -> Iterator[Placed]:
             summands = tuple(_summands(grid, over) for over in overs)
             even = asked.sharing(members, shares, asked.copies[mesh], summands=summands)
             everywhere = grid.peers(*even.peers.axes, *peers.axes)
-            compared = _copied(grid, overs, even.peers.size)
+            compared = _replicated(grid, overs, even.peers.size)
             sharings = narrowed_sharings(even, held, peers.size)
             blocks = primary_spreadings(even, held, peers, asked.device)
             yield Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
             continue
         room, sums = tuple(room for _, room in lying), _sums(params, overs, grid)
         blocks = (Spreading(params, specs, held, peers, distribution, asked.device, room, sums),)
-        compared = _copied(grid, overs)
+        compared = _replicated(grid, overs)
         yield Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks)
 
 
@@ -403,10 +403,12 @@ def _sums(
     )
 
 
-def _copied(grid: Grid, lie: Sequence[SpreadOver], copies: int = 1) -> tuple[CopiedAlong, ...]:
+def _replicated(
+    grid: Grid, lie: Sequence[SpreadOver], copies: int = 1
+) -> tuple[ReplicatedAlong, ...]:
     """What ranks compare of copies along the axes of one mesh."""
     replicated = [[axis for axis, cut in enumerate(o.cuts) if cut.dim is None] for o in lie]
-    return copied_along(_sizes(grid, lie[0]), replicated, copies)
+    return replicated_along(_sizes(grid, lie[0]), replicated, copies)
 
 
 def _sizes(grid: Grid, over: SpreadOver) -> list[int]:

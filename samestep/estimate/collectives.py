@@ -202,7 +202,7 @@ class Launches:
 
     def _agree(self, number: int) -> Iterator[Collective]:
         placement = self._blueprint.placements[number]
-        elements = presence_elements(len(placement.params), placement.copied)
+        elements = presence_elements(len(placement.params), placement.replicated)
         outer = [each.outer for each in placement.sharings[:1]]
         for peers in filter(None, (placement.peers, *outer, placement.mesh)):
             yield from _summed("presence", peers, torch.int64, elements)

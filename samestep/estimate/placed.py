@@ -23,9 +23,9 @@ from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.placements.windows import Unit, Windows
 from samestep.plan.block_exchange import Chunk, ExchangePlan
-from samestep.plan.copied import CopiedAlong
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.narrowed import held_spec, narrowed, primary_blocks
+from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketPolicy
@@ -157,7 +157,7 @@ class Placed:
     averages have no peers.
 
     everyone: all ranks that hold some of it.
-    copied: what ranks compare.
+    replicated: what ranks compare.
     sharings: by place in the mesh, what peers share; where parts are equal, it is one. (): nothing.
     spreadings: by place among peers, its primary blocks, as DTensors of its mesh;
         (): parameters are plain.
@@ -168,7 +168,7 @@ class Placed:
     peers: Peers
     mesh: Peers
     everyone: Peers
-    copied: tuple[CopiedAlong, ...]
+    replicated: tuple[ReplicatedAlong, ...]
     sharings: tuple[Sharing, ...] = ()
     spreadings: tuple[Spreading, ...] = ()
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import RanksDisagreeError, require_same_lines
-from samestep.comm.meshes import copied_here, held, mesh_group, whole_tensor
+from samestep.comm.meshes import held, mesh_group, replicated_here, whole_tensor
 from samestep.comm.presence import Call, PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
@@ -94,10 +94,10 @@ class ShardedParameters(Placement):
         require_same_lines("plan", lines, self.group, self.device)
         if members.problem is not None:
             raise ValueError(members.problem)
-        copied = copied_here(self.params, mesh, self.group)
-        self.compares_copies = copied is not None
+        replicated = replicated_here(self.params, mesh, self.group)
+        self.compares_copies = replicated is not None
         self._names = [spec.name for spec in self.specs]
-        self._presence = PresenceAgreement(self._names, [self.group], self.device, copied)
+        self._presence = PresenceAgreement(self._names, [self.group], self.device, replicated)
         self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
 
     def _tell(self, problem: ValueError) -> None:

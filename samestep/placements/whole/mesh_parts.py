@@ -18,9 +18,9 @@ from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import (
     axes_group,
-    copied_here,
     held,
     mesh_group,
+    replicated_here,
     whole_tensor,
 )
 from samestep.groups.distribution import Distribution
@@ -64,7 +64,7 @@ class MeshParts:
         self.mesh, self.everyone = mesh, everyone
         self.group = mesh_group(mesh)
         self._params = [param for param in params if isinstance(param, DTensor)]
-        self.copied = copied_here(self._params, mesh, everyone, number)
+        self.replicated = replicated_here(self._params, mesh, everyone, number)
         self._wholes = specs
         self._held: list[RankBoxes] = []
         self.shares: list[ParamSpec] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import is_nccl, maximum
 from samestep.comm.groups import GroupReduction, fabric_of, in_two_levels, ranks_text
-from samestep.comm.presence import Call, CopiedHere, PresenceAgreement, Problem
+from samestep.comm.presence import Call, PresenceAgreement, Problem, ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import line_of
@@ -28,8 +28,8 @@ from samestep.placements.whole.piece_state import PieceState, StateEntry
 from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.windows import Unit, home_of
-from samestep.plan.copied import copied_by_all
 from samestep.plan.narrowed import narrowed
+from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
 from samestep.rules.state import State
@@ -150,12 +150,12 @@ class ReplicatedParameters(Placement):
             in_flight if self.shape.defers else None,
         )
         self._order = request.order
-        copied = None if mesh is None else mesh.copied
+        replicated = None if mesh is None else mesh.replicated
         if mesh is None and distribution.grads == "reduced":
-            along = copied_by_all(len(self.params), group.size)
-            copied = CopiedHere(along, (0,), group, _WAY_OUT)
-        self.compares_copies = copied is not None
-        self._presence = PresenceAgreement(self._names, self._groups, self.device, copied)
+            along = replicated_by_all(len(self.params), group.size)
+            replicated = ReplicatedHere(along, (0,), group, _WAY_OUT)
+        self.compares_copies = replicated is not None
+        self._presence = PresenceAgreement(self._names, self._groups, self.device, replicated)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
         if distribution.grads == "local" and not distribution.overlap_grad_reduce:

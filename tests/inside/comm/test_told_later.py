@@ -13,14 +13,14 @@ from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.comm.integrity.checksum import text_checksum
 from samestep.comm.presence import (
     Call,
-    CopiedHere,
     PresenceAgreement,
     Problem,
     RankProblemError,
+    ReplicatedHere,
     _codes_of,
     _Said,
 )
-from samestep.plan.copied import CopiedAlong, copied_along, line_of
+from samestep.plan.replicated_gradients import ReplicatedAlong, line_of, replicated_along
 from tests.ranks import run_forked
 
 STEP = Call("step()")
@@ -38,10 +38,10 @@ def read_later():
             return True
 
     def agreement(votes, codes, intents=(STEP, STEP)):
-        along = copied_along((2,), [[0], [0]])
+        along = replicated_along((2,), [[0], [0]])
         ranks = RankGroup(None, 0, 2, (4, 6))
         names, device = ["first", "second"], torch.device("cpu")
-        found = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
+        found = PresenceAgreement(names, [ranks], device, ReplicatedHere(along, (0,), ranks, ""))
         said = [along[0].votes(of_rank, 0, rank) for rank, of_rank in enumerate(votes)]
         digests = [max(each.digest for each in intents), max(~each.digest for each in intents)]
         told = torch.cat([torch.maximum(*said), torch.tensor([*codes, *NO_DROPS, *digests])])
@@ -120,8 +120,8 @@ def test_a_gpu_tells_of_swapped_parameters_in_a_later_step(read_later):
 def test_any_difference_is_found_and_named(ranks):
     """Of many parameters, in every line, whoever it is; and no other is."""
     params = tuple(range(7, 7 + 150))
-    (along,) = copied_along((ranks,), [[]] * 7 + [[0]] * 150)
-    assert along == CopiedAlong(0, params, 1, ranks)
+    (along,) = replicated_along((ranks,), [[]] * 7 + [[0]] * 150)
+    assert along == ReplicatedAlong(0, params, 1, ranks)
     torch.manual_seed(0)
     whole = torch.randint(2, (150,)).bool()
     said = along.votes(whole.tolist(), 0, ranks - 1)
@@ -139,7 +139,7 @@ def test_any_difference_is_found_and_named(ranks):
 def test_lines_do_not_mix():
     """Each of the lines of a (2, 3, 2) mesh, of which there are two copies, has its own numbers."""
     sizes, copies = (2, 3, 2), 2
-    found = copied_along(sizes, [[0, 1], [1], []], copies)
+    found = replicated_along(sizes, [[0, 1], [1], []], copies)
     assert [(each.axis, each.params, each.lines) for each in found] == [
         (0, (0,), 12),
         (1, (0, 1), 8),

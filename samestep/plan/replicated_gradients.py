@@ -29,7 +29,7 @@ class LackedGradient(NamedTuple):
     lacks: int
 
 
-class CopiedAlong(NamedTuple):
+class ReplicatedAlong(NamedTuple):
     """The parameters that are replicated along one axis of a mesh.
 
     params: their numbers.
@@ -82,9 +82,9 @@ class CopiedAlong(NamedTuple):
         return LackedGradient(param, int(places[at]), int(others[at]))
 
 
-def copied_along(
+def replicated_along(
     sizes: Sequence[int], replicated: Sequence[Sequence[int]], copies: int = 1
-) -> tuple[CopiedAlong, ...]:
+) -> tuple[ReplicatedAlong, ...]:
     """Of each axis of a mesh that has any; `replicated`: the axes of each parameter that do so.
 
     copies: meshes that hold copies of all of it.
@@ -94,13 +94,13 @@ def copied_along(
         params = tuple(index for index, axes in enumerate(replicated) if axis in axes)
         if size > 1 and params:
             ranks = prod(sizes) * copies
-            found.append(CopiedAlong(axis, params, ranks // size, ranks))
+            found.append(ReplicatedAlong(axis, params, ranks // size, ranks))
     return tuple(found)
 
 
-def copied_by_all(params: int, ranks: int) -> tuple[CopiedAlong, ...]:
+def replicated_by_all(params: int, ranks: int) -> tuple[ReplicatedAlong, ...]:
     """Of plain parameters, of which all ranks have the same gradients."""
-    return copied_along((ranks,), [[0]] * params)
+    return replicated_along((ranks,), [[0]] * params)
 
 
 def line_of(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:

@@ -421,7 +421,7 @@ REGISTER: tuple[Assumption, ...] = (
         "that replicate it), ranks with copies of the same values have the same gradients: all of "
         "them or none.",
         _compared_copies,
-        "samestep.comm.presence:CopiedHere.refuse_difference",
+        "samestep.comm.presence:ReplicatedHere.refuse_difference",
         "in every step",
         "16 bytes for each such set of ranks and some 50 parameters travel; on a GPU it is told in "
         "a later step",

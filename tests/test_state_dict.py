@@ -172,7 +172,6 @@ def test_loading_replaces_state_that_is_there(make):
 IN_ANOTHER_PROCESS = """
 import sys, torch
 from tests.test_state_dict import Model, muon_adamw, train, STEPS_BEFORE, STEPS_AFTER
-from tests.soak import twin
 source, target, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
 saved = torch.load(source, weights_only=True)
@@ -185,7 +184,6 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, t
 """
 
 
-@twin
 def test_a_fresh_process_continues_bit_for_bit(tmp_path: Path):
     model = Model()
     optimizer = muon_adamw(model)

@@ -26,9 +26,9 @@ from samestep.estimate.placed import (
     Spreading,
     Summands,
     Updated,
-    narrowed_sharings,
     on_rank,
     primary_spreadings,
+    restricted_sharings,
     with_windows,
 )
 from samestep.groups.distribution import Distribution
@@ -46,7 +46,7 @@ from samestep.placements.whole.planned import planned as planned_shares
 from samestep.placements.windows import Unit, Windows
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.links import Fabric, usual_links
-from samestep.plan.narrowed import even_share
+from samestep.plan.mesh_shares import even_share
 from samestep.plan.replicated_gradients import ReplicatedAlong, replicated_along, replicated_by_all
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
@@ -357,7 +357,7 @@ def _parts(asked: _Request) -> Iterator[Placed]:
             even = asked.sharing(members, shares, asked.copies[mesh], summands=summands)
             everywhere = grid.peers(*even.peers.axes, *peers.axes)
             compared = _replicated(grid, overs, even.peers.size)
-            sharings = narrowed_sharings(even, held, peers.size)
+            sharings = restricted_sharings(even, held, peers.size)
             blocks = primary_spreadings(even, held, peers, asked.device)
             yield Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
             continue

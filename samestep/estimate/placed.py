@@ -24,7 +24,7 @@ from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.placements.windows import Unit, Windows
 from samestep.plan.block_exchange import Chunk, ExchangePlan
 from samestep.plan.layouts import RankBoxes
-from samestep.plan.narrowed import held_spec, narrowed, primary_blocks
+from samestep.plan.mesh_shares import primary_blocks, restrict_to_shards, shard_spec
 from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
@@ -173,7 +173,9 @@ class Placed:
     spreadings: tuple[Spreading, ...] = ()
 
 
-def narrowed_sharings(even: Sharing, held: Sequence[RankBoxes], ranks: int) -> tuple[Sharing, ...]:
+def restricted_sharings(
+    even: Sharing, held: Sequence[RankBoxes], ranks: int
+) -> tuple[Sharing, ...]:
     """How each rank of a mesh shares its parts with their copies, from how it is for even shares.
 
     Raises:
@@ -182,7 +184,7 @@ def narrowed_sharings(even: Sharing, held: Sequence[RankBoxes], ranks: int) -> t
 
     @cache
     def sharing(specs: tuple[ParamSpec, ...]) -> Sharing:
-        plan = narrowed(even.plan, specs, flat=even.distribution.buffers == "flat")
+        plan = restrict_to_shards(even.plan, specs, flat=even.distribution.buffers == "flat")
         pairs = zip(even.params, specs, strict=True)
         params = tuple(_part(param, spec.shape) for param, spec in pairs)
         return replace(even, params=params, plan=plan, even=even.plan)
@@ -190,7 +192,7 @@ def narrowed_sharings(even: Sharing, held: Sequence[RankBoxes], ranks: int) -> t
     return tuple(
         sharing(
             tuple(
-                held_spec(share, own.boxes[place])
+                shard_spec(share, own.boxes[place])
                 for share, own in zip(even.specs, held, strict=True)
             )
         )

@@ -1,8 +1,9 @@
 """What is alive at every moment of a step, and the moment when that is most.
 
 `SharingWalk` has the memory of parameters that peers hold copies of, operation by operation: it
-follows `replicated`, `reduction`, `buffers` and `mesh_parts` of `placements.whole`. `SpreadingWalk`
-has that of DTensors and of blocks on their way: it follows `placements.parts.block_exchange`.
+follows `replicated`, `reduction` and `buffers` of `placements.whole`, and `parts.gradients`.
+`SpreadingWalk` has that of DTensors and of blocks on their way: it follows
+`placements.parts.block_exchange`.
 DTensors that other meshes have copies of need both: one for buckets, one for chunks.
 """
 

@@ -123,7 +123,7 @@ def _who_averages(facts: Facts) -> str | None:
     for plan in facts.holds.shared:
         what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
         if plan.mesh is not None:
-            parts = ranks_text(plan.mesh.group.members)
+            parts = ranks_text(plan.mesh.layout.group.members)
             what = f"{_many(len(plan.params), 'DTensor')} on {parts}, of which others have copies,"
         if facts.holds.distribution.grads == "reduced":
             found.append(f'{what} on {ranks} averaged by somebody else (grads="reduced", or DDP)')
@@ -136,7 +136,7 @@ def _who_averages(facts: Facts) -> str | None:
         found.append(f"{what} averaged by samestep over {ranks}{outside}")
     by_fsdp = _managed_by_fsdp(facts)
     for sharded in facts.holds.sharded:
-        names = sharded.mesh.mesh_dim_names
+        names = sharded.layout.mesh.mesh_dim_names
         axes = f" (mesh axes {', '.join(names)})" if names else ""
         where = f"on {ranks_text(sharded.group.members)}{axes}"
         managed = sum(id(param) in by_fsdp for param in sharded.params)

@@ -31,8 +31,8 @@ _size = attrgetter("size")  # of a piece
 class ParamSpec(NamedTuple):
     """What the plan needs to know of one parameter.
 
-    Of a DTensor that other ranks have copies of, `plan.narrowed` makes three: as it is (`whole`),
-    the share of it that every rank of its mesh counts with, and what this rank really holds.
+    Of a DTensor that other meshes hold copies of, `plan.mesh_shares` makes three: as it is
+    (`whole`), the even share of it that every rank of its mesh counts with, and this rank's shard.
 
     shards: ranks that hold parts of each of the blocks: the plan counts an even share.
     stacks: a stack of experts that is cut between them: so many ranks hold others in their places.

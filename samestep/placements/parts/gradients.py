@@ -7,7 +7,8 @@ LoRA leave every rank a summand.
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeGuard
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,11 +16,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from samestep.comm.collectives import Pending, total
+from samestep.comm.collectives import Pending, maximum, total
+from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import axes_group, box_without
 from samestep.layout.boxes import cut_as
 from samestep.placements.whole.buffers import gradient_dtype
+from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
+from samestep.plan.sharding import Piece
 
+if TYPE_CHECKING:
+    from samestep.placements.parts.mesh_layout import MeshLayout
+
+Kinds = tuple[int, ...]  # of a gradient, along each axis of its mesh
 _SUMS = ("sum", "avg")  # of summands, by the digit that stands for them, less 1
 
 
@@ -214,3 +222,65 @@ def _kind(grad: DTensor, wanted: Sequence[Placement]) -> _Kind | None:
             axes.append(axis)
             divisor *= grad.device_mesh.size(axis) if operation == "avg" else 1
     return _Kind(grad.device_mesh, tuple(axes), divisor, grad.dtype)
+
+
+# --- of DTensors whose copies on other meshes the optimizer averages ------------------------------
+
+
+class MeshSums:
+    """Adds up, over a mesh, mean gradients of which its ranks have summands.
+
+    A gradient is along each axis of its mesh cut (0), REPLICATED, a SUMMAND or a MEAN: its *kinds*.
+    Ranks without a gradient do not know them, and hear of them from the others.
+    """
+
+    def __init__(self, layout: "MeshLayout") -> None:
+        self._layout, self._mesh = layout, layout.mesh
+
+    def are_open(self, kinds: Sequence[Kinds]) -> bool:
+        """Whether the kinds of any parameter with copies inside the mesh are not known yet."""
+        return any(
+            not own and any(place.is_replicate() for place in param.placements)
+            for own, param in zip(kinds, self._layout.params, strict=True)
+        )
+
+    def agreed_kinds(self, kinds: Sequence[Kinds], groups: Sequence[RankGroup]) -> list[Kinds]:
+        """What any rank of these groups knows of each gradient; waits for all of them."""
+        axes = self._mesh.ndim
+        codes = [sum(kind << 2 * axis for axis, kind in enumerate(own)) for own in kinds]
+        known = torch.tensor(codes, dtype=torch.int64, device=self._layout.device)
+        for group in groups:
+            known = maximum("kinds of gradients", known, group).wait()
+        return [
+            tuple(code >> 2 * axis & 3 for axis in range(axes)) if code else ()
+            for code in known.tolist()
+        ]
+
+    def added_up(
+        self, means: list[tuple[Piece, Tensor]], kinds: Sequence[Kinds]
+    ) -> list[tuple[Piece, Tensor]]:
+        """Means over copies, of which those that are summands of the mesh are added up over it."""
+        together: dict[Kinds, list[int]] = {}
+        for place, (piece, _) in enumerate(means):
+            own = kinds[piece.param]
+            if SUMMAND in own or MEAN in own:
+                together.setdefault(own, []).append(place)
+        results = dict(enumerate(means))
+        for own, places in together.items():
+            axes = [axis for axis, kind in enumerate(own) if kind > REPLICATED]
+            divisor = prod(self._mesh.size(axis) for axis in axes if own[axis] == MEAN)
+            flat = torch.cat([means[place][1].reshape(-1) for place in places])
+            summed = total("sum of gradients", flat, axes_group(self._mesh, axes)).wait()
+            if divisor > 1:
+                summed = summed.div_(divisor)
+            sizes = [means[place][1].numel() for place in places]
+            for place, part in zip(places, torch.split(summed, sizes), strict=True):
+                results[place] = means[place][0], part
+        return [results[place] for place in range(len(means))]
+
+    def as_summand(self, local: Tensor, kinds: Kinds) -> Tensor:
+        """What a rank gives to a sum that shall be `local`: all of it, or zeros."""
+        here = self._mesh.get_coordinate()
+        assert here is not None
+        others = any(kind == SUMMAND and here[axis] for axis, kind in enumerate(kinds))
+        return torch.zeros_like(local) if others else local

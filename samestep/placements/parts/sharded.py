@@ -16,28 +16,27 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import RanksDisagreeError, require_same_lines
-from samestep.comm.meshes import held, mesh_group, replicated_here, whole_tensor
+from samestep.comm.meshes import mesh_group
 from samestep.comm.presence import Call, PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.blocks import Shape
-from samestep.layout.boxes import Box, HeldBox, HeldState, local_of, mesh_of
+from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
 from samestep.placements.parts.local_shards import (
     LocalShards,
     placed_beside,
-    refuse_cut_scales,
     refuse_unstaged,
 )
+from samestep.placements.parts.mesh_layout import MeshLayout
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.state_store import StateStore, boxes_of_ranks
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.placements.windows import Home, Unit, WindowPart, home_of
-from samestep.plan.layouts import Key, whole
+from samestep.plan.layouts import Key
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
 from samestep.rules.state import State, Stored, whereabouts, whole_shapes
@@ -65,23 +64,18 @@ class ShardedParameters(Placement):
         self._tensors = HeldTensors(self.params)
         self.specs = members.specs
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
-        self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
         self.device = self.params[0].to_local().device
         self._distribution = distribution
-        self._held = []
-        for param, spec in zip(self.params, self.specs, strict=True):
-            try:
-                self._held.append(held(param, self.group))
-            except ValueError as error:
-                problem = ValueError(f"parameter {spec.name!r}: {error}")
-                self._tell(problem)
-                raise problem from None
-            refuse_cut_scales(spec, self._held[-1].boxes)
+        try:
+            self.layout = MeshLayout(self.params, self.specs, mesh)
+        except ValueError as problem:
+            self._tell(problem)
+            raise
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
         self.shards = LocalShards(
             self.specs,
-            self._held,
+            self.layout.held,
             self.group,
             self.device,
             [whereabouts(spec.name, spec.shape, spec.stored) for spec in self.specs],
@@ -94,7 +88,7 @@ class ShardedParameters(Placement):
         require_same_lines("plan", lines, self.group, self.device)
         if members.problem is not None:
             raise ValueError(members.problem)
-        replicated = replicated_here(self.params, mesh, self.group)
+        replicated = self.layout.replicated
         self.compares_copies = replicated is not None
         self._names = [spec.name for spec in self.specs]
         self._presence = PresenceAgreement(self._names, [self.group], self.device, replicated)
@@ -120,7 +114,8 @@ class ShardedParameters(Placement):
         return found
 
     def lines(self) -> list[str]:
-        lines = [f"mesh {tuple(self.mesh.shape)} of ranks {self.mesh.mesh.flatten().tolist()}"]
+        mesh = self.layout.mesh
+        lines = [f"mesh {tuple(mesh.shape)} of ranks {mesh.mesh.flatten().tolist()}"]
         for spec, param in zip(self.specs, self.params, strict=True):
             what = f"{spec.shape} {spec.dtype}, group {spec.group}, {spec.rule}"
             lines.append(f"{spec.name}: {what}, {param.placements}")
@@ -136,7 +131,7 @@ class ShardedParameters(Placement):
         blocks = (planned for chunk in self.exchange.plan.chunks for planned in chunk)
         owners = {rank for planned in blocks if planned.param == index for rank in planned.owners}
         if self.specs[index].blocks is None:
-            owners = {rank for rank, box in enumerate(self._held[index].boxes) if box.numel}
+            owners = {rank for rank, box in enumerate(self.layout.held[index].boxes) if box.numel}
         return ranks_text([self.group.members[rank] for rank in sorted(owners)])
 
     # --- state ---------------------------------------------------------------------------
@@ -153,22 +148,16 @@ class ShardedParameters(Placement):
             made[param] = {
                 key: self._zeros(param, shapes[key], how, home) for key, how in spec.stored.items()
             }
-        self._store = self._store_of(made)
+        self._store = self.layout.store(
+            {
+                (index, key): (tuple(tensor.shape), spec.stored[key].per)
+                for index, spec in enumerate(self.specs)
+                for key, tensor in made[self.params[index]].items()
+            }
+        )
         self.refresh_masters(made)
         self.exchange.prepare()
         return made
-
-    def _store_of(self, state: Mapping[Tensor, State]) -> StateStore:
-        """State of a parameter's shape is where its boxes are, and all other on every rank."""
-        boxes: dict[Key, Sequence[Box]] = {}
-        shapes: dict[Key, Shape] = {}
-        for index, param in enumerate(self.params):
-            for key, tensor in state[param].items():
-                shapes[index, key] = tuple(tensor.shape)
-                boxes[index, key] = [whole(tensor.shape)] * self.group.size
-                if isinstance(tensor, DTensor):
-                    boxes[index, key] = self._held[index].divided(self._per(index, key)).boxes
-        return StateStore("gather of the state", shapes, boxes_of_ranks(boxes), self.group)
 
     def _zeros(self, param: DTensor, shape: Shape, how: Stored, home: Home) -> Tensor:
         if how.per is None:
@@ -212,25 +201,19 @@ class ShardedParameters(Placement):
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
         local_of(into).copy_(local_of(param))
 
-    def _per(self, index: int, key: str) -> int:
-        """Of how many elements of a parameter, along its last dim, state has one."""
-        return self.specs[index].stored[key].per or 1
-
     def whole_value(self, param: Tensor) -> Tensor:
         """All of a parameter; collective."""
         index = self._index(param)
-        return self._whole(index, self.params[index])
+        return self.layout.whole(index, local_of(self.params[index]))
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
         """Take this rank's part of a parameter out of the whole."""
-        box = self._held[self._index(param)].boxes[self.group.rank]
-        local_of(param).copy_(whole[box.slices])
+        local_of(param).copy_(self.layout.part(self._index(param), whole))
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Of what this rank holds, whatever is cut; nothing travels."""
-        box = self._held[self._index(param)].boxes[self.group.rank]
         own = {key: local_of(tensor) for key, tensor in state[param].items()}
-        scale(local_of(param), own, factor[box.slices])
+        scale(local_of(param), own, self.layout.part(self._index(param), factor))
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""
@@ -243,18 +226,14 @@ class ShardedParameters(Placement):
         if own in sums:  # the step will find the others' added up already
             own.grad = sums[own]
         local = torch.zeros_like(own.to_local()) if own.grad is None else local_of(own.grad)
-        whole = self._whole(index, placed_beside(own, local))
+        whole = self.layout.whole(index, local)
         return whole if anywhere else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Give a parameter its part of a gradient."""
         index = self._index(param)
-        part = whole[self._held[index].boxes[self.group.rank].slices]
-        param.grad = placed_beside(self.params[index], part.to(param.dtype).clone())
-
-    def _whole(self, index: int, tensor: DTensor) -> Tensor:
-        """All of a tensor that is sharded as a parameter is; collective."""
-        return whole_tensor(tensor, self._held[index], self.device)
+        part = self.layout.part(index, whole).to(param.dtype).clone()
+        param.grad = self.layout.beside(index, part)
 
     # --- the step ------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import MatrixView, State, Whereabouts, matrix_views, whereabouts
 
 if TYPE_CHECKING:
-    from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
+    from samestep.placements.parts.mesh_layout import MeshLayout  # DTensors take long to import
 
 # A piece or a range of it, its gradient in the shape of the block, its matrices.
 Seen = tuple[Piece, Tensor, list[MatrixView]]
@@ -29,7 +29,7 @@ Seen = tuple[Piece, Tensor, list[MatrixView]]
 class PieceShards:
     """The shards of this rank, by piece.
 
-    mesh: the other parts, where pieces are those of parts of DTensors.
+    layout: who holds which shards, where pieces are those of shards of DTensors.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class PieceShards:
         plan: ShardingPlan,
         packing: StatePacking,
         groups: Sequence[Group],
-        mesh: "MeshParts | None",
+        layout: "MeshLayout | None",
     ) -> None:
         self._held, self._plan, self._packing = held, plan, packing
-        self._groups, self._mesh = groups, mesh
+        self._groups, self._layout = groups, layout
         self._shards: dict[Piece, Shard] = {}
         self._made_of: list[Tensor] = []  # all state
         self._addresses: list[tuple[int, bool]] = []  # of parameters
@@ -122,12 +122,12 @@ class PieceShards:
         """
         spec = self._plan.params[piece.param]
         where = whereabouts(spec.name, (spec.whole or spec).shape, spec.stored)
-        if where is None or (self._mesh is not None and piece.block is not None):
+        if where is None or (self._layout is not None and piece.block is not None):
             return None
-        if self._mesh is None:
+        if self._layout is None:
             flat = where.elements.view(-1)[piece.start : piece.stop]
             return where.at(flat.view(piece_shape(piece)))
-        held = where.elements[self._mesh.boxes[piece.param].slices]
+        held = where.elements[self._layout.boxes[piece.param].slices]
         return where.at(held).stretch(piece.start, piece.stop)
 
     def _matrices(

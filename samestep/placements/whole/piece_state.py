@@ -30,7 +30,7 @@ from samestep.rules.state import (
 )
 
 if TYPE_CHECKING:
-    from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
+    from samestep.placements.parts.mesh_layout import MeshLayout  # DTensors take long to import
 
 
 class StateEntry(NamedTuple):
@@ -101,7 +101,7 @@ class PieceState:
     The optimizer keeps the tensors, and hands them in.
 
     places: the ranks in the order of the plan's segments.
-    mesh: the other parts, where pieces are those of parts of DTensors.
+    layout: who holds which shards, where pieces are those of shards of DTensors.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class PieceState:
         params: Sequence[Tensor],
         places: RankGroup,
         groups: Sequence[Group],
-        mesh: "MeshParts | None",
+        layout: "MeshLayout | None",
     ) -> None:
-        self._plan, self._params, self._mesh = plan, params, mesh
+        self._plan, self._params, self._layout = plan, params, layout
         self._groups = groups  # whose rules, and whatever state depends on, stay as they are
         self.packing = StatePacking(plan, places.rank, groups)
         self._owners = _owners(plan)
@@ -125,13 +125,13 @@ class PieceState:
         self._store = StateStore(
             "gather of the state", stretches, self._parts_of, places, counts, self._described
         )
-        if mesh is not None:
+        if layout is not None:
             of_parts = {
                 (index, key): (self._shapes[index][key], plan.params[index].stored[key].per or 1)
                 for index, key in self._keys
                 if is_local(key, plan.params[index])
             }
-            self._of_mesh = mesh.store(of_parts)
+            self._of_mesh = layout.store(of_parts)
 
     def zeros(self, home: Home) -> dict[Tensor, State]:
         """What every parameter has here before the first step."""
@@ -246,11 +246,11 @@ class PieceState:
         indices = range(len(self._params))
         stretches = self._store.launch(self._tensors(state, indices), device)()
         found = self._by_param(indices, stretches, self._shape_here)
-        if self._mesh is not None:
+        if self._layout is not None:
             for index, param in enumerate(self._params):
                 spec = self._plan.params[index]
                 found[param] = {
-                    key: self._mesh.beside(index, tensor, spec.stored[key].per or 1)
+                    key: self._layout.beside(index, tensor, spec.stored[key].per or 1)
                     if is_local(key, spec)
                     else tensor
                     for key, tensor in found[param].items()
@@ -316,9 +316,9 @@ class PieceState:
         (start,) = part.box.offsets
         here = held_range(self._shape_here(index, key), start, values)
         spec = self._plan.params[index]
-        if self._mesh is None or not is_local(key, spec):
+        if self._layout is None or not is_local(key, spec):
             return here
-        outer = self._mesh.boxes[index].divided(spec.stored[key].per or 1)
+        outer = self._layout.boxes[index].divided(spec.stored[key].per or 1)
         return [HeldBox(box.shifted(outer), own) for box, own in here]
 
     # --- taken apart -------------------------------------------------------------------------
@@ -328,8 +328,8 @@ class PieceState:
     ) -> None:
         """Take this rank's pieces of a parameter's state out of the whole."""
         values, spec = whole[key], self._plan.params[index]
-        if self._mesh is not None and is_local(key, spec):
-            values = self._mesh.part(index, values, spec.stored[key].per or 1)
+        if self._layout is not None and is_local(key, spec):
+            values = self._layout.part(index, values, spec.stored[key].per or 1)
         self.put_local(state, index, key, values)
 
     def put_local(

@@ -1,18 +1,17 @@
 """Parameters of which several ranks hold copies: reduced, updated in parts, and gathered.
 
-A copy is all of a plain parameter, or the same part of a DTensor; `mesh_parts` has what concerns
-the other parts. All ranks run the same collectives with the same sizes, whatever gradients they
-have and whatever they own.
+A copy is all of a plain parameter, or the same shard of a DTensor. All ranks run the same
+collectives with the same sizes, whatever gradients they have and whatever they own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.comm.collectives import is_nccl, maximum
-from samestep.comm.groups import GroupReduction, fabric_of, in_two_levels, ranks_text
+from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
 from samestep.comm.presence import Call, PresenceAgreement, Problem, ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
@@ -28,7 +27,7 @@ from samestep.placements.whole.piece_state import PieceState, StateEntry
 from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.windows import Unit, home_of
-from samestep.plan.narrowed import narrowed
+from samestep.plan.mesh_shares import even_share, restrict_to_shards, shard_spec
 from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
@@ -38,8 +37,10 @@ from samestep.update.plain import GroupMaths, Operand, scale
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from samestep.placements.parts.gradients import MeshSums  # DTensors take long to import
+    from samestep.placements.parts.mesh_layout import MeshLayout
+    from samestep.placements.parts.primary_blocks import PrimaryBlocks
     from samestep.placements.planner import Request
-    from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
 
 _WAY_OUT = (
@@ -47,6 +48,19 @@ _WAY_OUT = (
     "have a rank that did not use the parameter give zeros to the average, and take it; or leave "
     'grads="reduced" out, and the optimizer averages'
 )
+
+
+class MeshSide(NamedTuple):
+    """What else is to be done for DTensors of which other meshes hold copies.
+
+    layout: who of this mesh holds which shards.
+    sums: adds up gradients of which the ranks of the mesh have summands.
+    blocks: those of which this rank is the primary holder come together in the mesh.
+    """
+
+    layout: "MeshLayout"
+    sums: "MeshSums"
+    blocks: "PrimaryBlocks"
 
 
 class ReplicatedParameters(Placement):
@@ -57,7 +71,8 @@ class ReplicatedParameters(Placement):
         request: "Request",
         members: PlanMembers,
         reduction: GroupReduction,
-        mesh: "MeshParts | None" = None,
+        layout: "MeshLayout | None" = None,
+        everyone: RankGroup | None = None,
     ) -> None:
         params, specs = members.params, members.specs
         group, divisor, outer = reduction
@@ -68,29 +83,30 @@ class ReplicatedParameters(Placement):
         self.params = list(params)
         self.group_indices = tuple(sorted({spec.group for spec in specs}))
         self.held = HeldTensors(params)
-        self.mesh = mesh  # has the other parts of DTensors
-        self.group, self.held_by = group, group if mesh is None else mesh.everyone
+        self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
         self.device = self.held.value(0).device
         ordered = distribution.reduction == "ordered"
         fabric = fabric_of(group, self.device, distribution.ranks_per_host, ordered=ordered)
-        is_alone = mesh is None and outer is None
+        is_alone = layout is None and outer is None
         refuse_levels(distribution, fabric, group.members, is_alone=is_alone)
         levels = 1
         if is_alone:
             levels = levels_of(specs, fabric, distribution, on_cpu=self.device.type == "cpu")
-        shares = planned(specs if mesh is None else mesh.shares, fabric, distribution, levels)
-        self.plan = shares
-        self._plan_lines = shares.lines()
-        if mesh is not None:
-            self._groups.append(mesh.group)
-            self.sums_over = mesh.everyone
-            self._plan_lines += mesh.lines()
-            self.plan = narrowed(shares, mesh.specs, flat=distribution.buffers == "flat")
-            specs = self.plan.params
-        self._names = [spec.name for spec in specs]
         flat = distribution.buffers == "flat"
+        if layout is not None:
+            whole = zip(specs, layout.held, strict=True)
+            specs = tuple(even_share(spec, of_ranks.boxes) for spec, of_ranks in whole)
+        shares = self.plan = planned(specs, fabric, distribution, levels)
+        self._plan_lines = shares.lines()
+        if layout is not None:
+            self._groups.append(layout.group)
+            self.sums_over = everyone
+            self._plan_lines += layout.lines(shares.params)
+            shards = list(map(shard_spec, shares.params, layout.boxes))
+            self.plan = restrict_to_shards(shares, shards, flat=flat)
+        self._names = [spec.name for spec in shares.params]
         hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
         # The first difference is told: parameters and options come before the plan made of them.
         lines = [*distribution.lines(), f"divisor = {divisor}", *shares.parameter_lines()]
@@ -111,6 +127,8 @@ class ReplicatedParameters(Placement):
             self._flat = FlatParameters(
                 self.held, self.plan, poison=distribution.poison_early_reads
             )
+        # Inside a mesh others hold other shards: only copies are compared.
+        self._holding_alike = self._groups if layout is None else [group]
         self.mend_replicas()
         policy = distribution.bucket_policy(
             group.size,
@@ -121,16 +139,17 @@ class ReplicatedParameters(Placement):
         )
         watched = in_flight.all_watched(self.params)
         self.shape = shape_of(self.plan, members, distribution, policy, watched=watched)
-        if mesh is not None:
-            mesh.plan_blocks(self.plan, group, distribution, self.device)
-            for_blocks = mesh.exchange.shape
+        self.mesh: MeshSide | None = None
+        if layout is not None:
+            self.mesh = self._mesh_side(layout)
+            for_blocks = self.mesh.blocks.exchange.shape
             self.shape = self.shape._replace(
                 # Waves are the same on all ranks, also where parts are not equal.
                 bucket_sizes=tuple(bucket.size for bucket in shares.buckets),
                 chunks=for_blocks.chunks,
                 gives_back=for_blocks.gives_back,
                 chunk_transfers=for_blocks.chunk_transfers,
-                has_parts=any(spec.blocks is not None for spec in specs),
+                has_parts=any(spec.blocks is not None for spec in shares.params),
             )
         self.reducer = GradientReducer(
             self.held,
@@ -150,8 +169,8 @@ class ReplicatedParameters(Placement):
             in_flight if self.shape.defers else None,
         )
         self._order = request.order
-        replicated = None if mesh is None else mesh.replicated
-        if mesh is None and distribution.grads == "reduced":
+        replicated = None if layout is None else layout.replicated
+        if layout is None and distribution.grads == "reduced":
             along = replicated_by_all(len(self.params), group.size)
             replicated = ReplicatedHere(along, (0,), group, _WAY_OUT)
         self.compares_copies = replicated is not None
@@ -181,7 +200,7 @@ class ReplicatedParameters(Placement):
     @classmethod
     def of_mesh(cls, request: "Request", mesh: "DeviceMesh") -> "list[ReplicatedParameters]":
         """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
-        from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
+        from samestep.placements.parts.mesh_layout import MeshLayout  # DTensors take long to import
 
         copies, everyone, number = request.copies[mesh]
         params = {index: request.groups[index]["params"] for index in request.indices}
@@ -189,9 +208,17 @@ class ReplicatedParameters(Placement):
         found = []
         for reduction, indices in _reduced_alike(request, there, GroupReduction(copies)).items():
             members = request.members(indices, lambda param: mesh_of(param) == mesh)
-            parts = MeshParts(members.params, members.specs, mesh, everyone, number)
-            found.append(cls(request, members, reduction, parts))
+            layout = MeshLayout(members.params, members.specs, mesh, everyone, number)
+            found.append(cls(request, members, reduction, layout, everyone))
         return found
+
+    def _mesh_side(self, layout: "MeshLayout") -> MeshSide:
+        from samestep.placements.parts.gradients import MeshSums  # DTensors take long to import
+        from samestep.placements.parts.primary_blocks import PrimaryBlocks
+
+        place, distribution = self.group.rank, self.distribution
+        blocks = PrimaryBlocks(self.plan, layout, place, distribution, self.device)
+        return MeshSide(layout, MeshSums(layout), blocks)
 
     def activate(self) -> None:
         """Put its buckets into the one order of launches."""
@@ -219,8 +246,8 @@ class ReplicatedParameters(Placement):
                 if any(piece.param == index for piece in segment.pieces):
                     owners |= set(range(self.group.size)) if bucket.replicated else {rank}
         parts = ""
-        if self.mesh is not None and self.mesh.group.size > 1:
-            parts = f", in {self.mesh.group.size} parts"
+        if self.mesh is not None and self.mesh.layout.group.size > 1:
+            parts = f", in {self.mesh.layout.group.size} parts"
         return ranks_text(sorted(self.places.members[rank] for rank in owners)) + parts
 
     @property
@@ -230,20 +257,20 @@ class ReplicatedParameters(Placement):
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
-        # Inside a mesh others hold other parts: only copies are compared.
-        for group in reversed(self._groups if self.mesh is None else [self.group]):
+        for group in reversed(self._holding_alike):
             mend_replicas(self._names, self.held.values(), group, strict=self.distribution.strict)
 
     # --- state ---------------------------------------------------------------------------
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
-        self._pieces = PieceState(self.plan, self.params, self.places, groups, self.mesh)
-        self._shards = PieceShards(self.held, self.plan, self._pieces.packing, groups, self.mesh)
+        layout = None if self.mesh is None else self.mesh.layout
+        self._pieces = PieceState(self.plan, self.params, self.places, groups, layout)
+        self._shards = PieceShards(self.held, self.plan, self._pieces.packing, groups, layout)
         state = self._pieces.zeros(home_of(self.device, self.distribution.offload))
         self.refresh_masters(state)
         if self.mesh is not None:
-            self.mesh.prepare(groups)
+            self.mesh.blocks.prepare(groups)
         return state
 
     def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
@@ -285,24 +312,24 @@ class ReplicatedParameters(Placement):
         for group in self._groups:
             here = maximum(f"presence of {self._names[index]}", here, group).wait()
         if self.mesh is not None:
-            self._agree_on_kinds(self.mesh)
+            self._agree_on_kinds(self.mesh.sums)
             all_of_it = [(Piece(index, 0, mean.numel()), mean)]
-            ((_, summed),) = self.mesh.added_up(all_of_it, self.reducer.kinds)
-            mean = self.mesh.whole(index, summed.view(mean.shape))
+            ((_, summed),) = self.mesh.sums.added_up(all_of_it, self.reducer.kinds)
+            mean = self.mesh.layout.whole(index, summed.view(mean.shape))
         return mean if bool(here) else None
 
     def whole_value(self, param: Tensor) -> Tensor:
         if self.mesh is None:
             return super().whole_value(param)
         index = self._index(param)
-        return self.mesh.whole(index, self.held.value(index))
+        return self.mesh.layout.whole(index, self.held.value(index))
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
         if self.mesh is None:
             super().put_value(param, whole)
         else:
             index = self._index(param)
-            self.held.value(index).copy_(self.mesh.part(index, whole))
+            self.held.value(index).copy_(self.mesh.layout.part(index, whole))
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Every rank its own copy. Of master copies a rank has pieces: these come together first.
@@ -311,7 +338,7 @@ class ReplicatedParameters(Placement):
         """
         index = self._index(param)
         if self.mesh is not None:
-            factor = self.mesh.part(index, factor)
+            factor = self.mesh.layout.part(index, factor)
         local = self._pieces.local_masters(state, index, self.device)
         scale(self.held.value(index), local, factor)
         for key in local:
@@ -324,9 +351,9 @@ class ReplicatedParameters(Placement):
             return
         index = self._index(param)
         if self.mesh is not None:
-            self._agree_on_kinds(self.mesh)
-            part = self.mesh.part(index, whole)
-            whole = self.mesh.as_summand(index, part, self.reducer.kinds[index])
+            self._agree_on_kinds(self.mesh.sums)
+            part = self.mesh.layout.part(index, whole)
+            whole = self.mesh.sums.as_summand(part, self.reducer.kinds[index])
         self.reducer.set_mean_of(index, whole.reshape(-1))
 
     # --- the step, operation by operation ------------------------------------------------
@@ -341,7 +368,7 @@ class ReplicatedParameters(Placement):
         if self.mesh is not None:
             if are_new:
                 self.mesh.blocks.take_shards(self._shards)
-            self.mesh.exchange.begin_step()
+            self.mesh.blocks.exchange.begin_step()
         if self.distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
 
@@ -355,7 +382,7 @@ class ReplicatedParameters(Placement):
                 if piece.block is None or self.mesh is None
             ]
         if self.mesh is not None:
-            for number, units in enumerate(self.mesh.exchange.units()):
+            for number, units in enumerate(self.mesh.blocks.exchange.units()):
                 found["chunk", number] = units
         return found
 
@@ -390,8 +417,7 @@ class ReplicatedParameters(Placement):
 
     def _end_of_blocks(self) -> None:
         if self.mesh is not None:
-            self.mesh.blocks.drop()
-            self.mesh.exchange.end_step()
+            self.mesh.blocks.end_step()
 
     def pause(self, paused: bool) -> None:
         self.reducer.paused = paused
@@ -446,7 +472,7 @@ class ReplicatedParameters(Placement):
                 self._gatherer.place(number)
             case _:
                 assert self.mesh is not None
-                self.mesh.exchange.run(operation, maths, self.chunk_arrived(operation))
+                self.mesh.blocks.exchange.run(operation, maths, self.chunk_arrived(operation))
 
     def meet(self, call: Call, problem: Problem | None) -> None:
         self._presence.meet(call, problem)
@@ -465,7 +491,7 @@ class ReplicatedParameters(Placement):
         if overlaps:
             self._order.told(self._presence.flagged)
         if self.mesh is not None:
-            self._agree_on_kinds(self.mesh)
+            self._agree_on_kinds(self.mesh.sums)
             self.mesh.blocks.set_present(self._present)
 
     def _void_dropped(self) -> None:
@@ -473,11 +499,11 @@ class ReplicatedParameters(Placement):
         void, again = self._presence.agree_on_drops(self.reducer.drops())
         self.reducer.void(void, again=again)
 
-    def _agree_on_kinds(self, mesh: "MeshParts") -> None:
+    def _agree_on_kinds(self, sums: "MeshSums") -> None:
         """What gradients are along the mesh, until it is known of all; then nobody waits."""
         if not self._kinds_agreed:
-            self.reducer.kinds = mesh.agreed_kinds(self.reducer.kinds, self._groups)
-            self._kinds_agreed = not mesh.needs_kinds(self.reducer.kinds)
+            self.reducer.kinds = sums.agreed_kinds(self.reducer.kinds, self._groups)
+            self._kinds_agreed = not sums.are_open(self.reducer.kinds)
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
@@ -485,8 +511,8 @@ class ReplicatedParameters(Placement):
             mean = self.reducer.take(number)
             grads = [(piece, mean[place]) for piece, place in self._owned[number]]
             if self.mesh is not None:
-                grads = self.mesh.added_up(grads, self.reducer.kinds)
-                self.mesh.blocks.take(grads)
+                grads = self.mesh.sums.added_up(grads, self.reducer.kinds)
+                self.mesh.blocks.take_gradients(grads)
                 grads = [(piece, grad) for piece, grad in grads if piece.block is None]
             self._grads[number] = grads
             return
@@ -504,7 +530,7 @@ class ReplicatedParameters(Placement):
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
         for piece, grad, views in self._seen(number, window):
-            counted = of_copies and (self.mesh is None or self.mesh.is_primary(piece.param))
+            counted = of_copies and (self.mesh is None or self.mesh.layout.is_primary(piece.param))
             present = self._present[piece.param]
             if present is False:
                 continue

@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.comm.collectives import gather_segments
 from samestep.optimizer import step
 from samestep.placements import planner
-from samestep.placements.whole.mesh_parts import MeshParts
+from samestep.placements.parts.gradients import MeshSums
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import schedule
@@ -52,7 +52,7 @@ def parts_of_another_data_rank(original: Any, self: ReplicatedParameters, number
     # Ranks along the model axis do not agree on who is the primary holder of what.
     original(self, number)
     bucket = self.plan.buckets[number]
-    if self.mesh is None or bucket.replicated or self.mesh.group.rank != 1:
+    if self.mesh is None or bucket.replicated or self.mesh.layout.group.rank != 1:
         return
     pieces = [_blocks(segment) for segment in bucket.segments]
     sizes = [sum(piece.size for piece in own) for own in pieces]
@@ -73,8 +73,8 @@ def _blocks(segment: Segment) -> list[Any]:
     return [piece for piece in segment.pieces if piece.block is not None]
 
 
-@mutant("replicas", RANDOM, **PLACE, replaces=(MeshParts, "added_up"))
-def summands_not_added(original: Any, self: MeshParts, grads: Any, kinds: Any) -> Any:
+@mutant("replicas", RANDOM, **PLACE, replaces=(MeshSums, "added_up"))
+def summands_not_added(original: Any, self: MeshSums, grads: Any, kinds: Any) -> Any:
     """each rank of a mesh takes its summand of a gradient for the whole"""
     return grads
 

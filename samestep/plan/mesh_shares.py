@@ -1,17 +1,18 @@
-"""Plans for DTensors that several ranks hold copies of.
+"""Plans for DTensors of which several meshes hold copies, whose gradients the optimizer averages.
 
-    whole parameter -> an even share of it -> the plan -> what this rank really holds
+    whole parameter -> an even share of it -> the plan -> the plan of this rank's shards
 
-Who owns which block, and which bucket it travels in, is decided for an even share of everything,
-so that all ranks of a mesh decide alike. Each piece of such a share then becomes what this rank
-has of it: the same block, cut to this rank's rows and columns, or the same fraction of a slice.
-Ranks along the copies hold equal parts, so theirs is the same plan.
+Who owns which block, and in which bucket it travels, is decided for an even share of every
+parameter, so that all ranks of a mesh decide alike. `restrict_to_shards` then replaces each piece
+of an even share by what this rank holds of the same block, or by the same fraction of its elements.
+Ranks with copies hold equal shards, so they get the same plan.
 
-The primary holder of a block among the copies brings it together with the others of its mesh, as
-a tensor of its own.
+Among ranks with copies each block has one primary holder, which has the mean gradient of its shard
+of the block. The primary holders of one mesh bring the block together (`plan.block_exchange`),
+where it is planned as a parameter of its own: a `PrimaryBlock`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -23,9 +24,9 @@ from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPl
 
 
 def even_share(spec: ParamSpec, boxes: Sequence[Box]) -> ParamSpec:
-    """What a plan counts of a parameter of which ranks hold these boxes.
+    """What every rank of a mesh counts with of a parameter of which the ranks hold these boxes.
 
-    Experts that are cut evenly between their matrices are, on every rank, a stack of as many.
+    A stack of experts that is cut evenly between its matrices is a smaller stack on every rank.
     """
     parts = len({box for box in boxes if box.numel}) or 1
     here = {box.sizes[0] for box in boxes}
@@ -40,20 +41,27 @@ def even_share(spec: ParamSpec, boxes: Sequence[Box]) -> ParamSpec:
     )
 
 
-def held_spec(share: ParamSpec, box: Box) -> ParamSpec:
-    """What a rank that holds `box` of the whole has of a share, as a parameter of its own."""
-    blocks = None
-    if share.blocks is not None:
+def shard_spec(share: ParamSpec, box: Box) -> ParamSpec:
+    """The shard `box` of the whole parameter, as a parameter of its own that a plan can be for.
+
+    Raises:
+        ValueError: The shard has no rows and columns of a block.
+    """
+    if share.blocks is None:
+        return share._replace(shape=box.sizes, shards=1)
+    try:
         blocks = tuple(
-            _held_block(block, number, share, box) for number, block in enumerate(share.blocks)
+            _block_of_shard(block, number, share, box) for number, block in enumerate(share.blocks)
         )
+    except ValueError as error:
+        raise ValueError(f"parameter {share.name!r}: {error}") from None
     return share._replace(shape=box.sizes, blocks=blocks, shards=1)
 
 
 def part_of_block(block: Block, shape: Shape, box: Box) -> Box:
-    """What a rank that holds `box` of a parameter of `shape` has of a block.
+    """The rows and columns of a block that a rank has which holds `box` of a parameter of `shape`.
 
-    Rows and columns, counted from the block's first ones; a convolution's weight is the matrix
+    They are counted from the block's first ones. A convolution's weight is the matrix
     (out, all the rest).
     """
     of_block = block_box(block, shape)
@@ -71,8 +79,11 @@ def part_of_block(block: Block, shape: Shape, box: Box) -> Box:
     return Box((offsets[0], offsets[1] * inner), (sizes[0], sizes[1] * inner))
 
 
-def _held_block(block: Block, number: int, share: ParamSpec, box: Box) -> Block:
-    """The same in the part that is held; of which nothing is held, known by its number."""
+def _block_of_shard(block: Block, number: int, share: ParamSpec, box: Box) -> Block:
+    """A block of an even share, as the rows and columns of it that a shard has.
+
+    A block of which the shard has nothing is empty, and known by its number.
+    """
     assert share.whole is not None
     first = box.offsets[0] if share.stacks > 1 else 0
     if block.matrix is not None:
@@ -86,26 +97,28 @@ def _held_block(block: Block, number: int, share: ParamSpec, box: Box) -> Block:
     return Block(matrix, max(0, block.row - box.offsets[rows]), height, width)
 
 
-def narrowed(plan: ShardingPlan, held: Sequence[ParamSpec], *, flat: bool) -> ShardingPlan:
-    """The plan of what `held_spec` says that this rank holds.
+def restrict_to_shards(
+    plan: ShardingPlan, shards: Sequence[ParamSpec], *, flat: bool
+) -> ShardingPlan:
+    """The same plan for what this rank holds of every parameter, as `shard_spec` gives it.
 
     Raises:
-        ValueError: Of flat buffers, where ranks hold more or less than an even share.
+        ValueError: With flat buffers, where ranks hold more or less than an even share.
     """
     if flat:
-        _require_even(plan, held)
+        _require_even(plan, shards)
     pieces = [
         {} if share.blocks is None else dict(zip(share.blocks, whole_pieces(i, own), strict=True))
-        for i, (share, own) in enumerate(zip(plan.params, held, strict=True))
+        for i, (share, own) in enumerate(zip(plan.params, shards, strict=True))
     ]
 
     def piece_of(piece: Piece) -> Piece:
         if piece.block is not None:
             return pieces[piece.param][piece.block]
-        share, own = plan.params[piece.param].numel, held[piece.param].numel
+        share, own = plan.params[piece.param].numel, shards[piece.param].numel
         if share == own:
             return piece
-        quantum = held[piece.param].quantum
+        quantum = shards[piece.param].quantum
         start, stop = (end * own // share // quantum * quantum for end in (piece.start, piece.stop))
         return Piece(piece.param, start, stop)
 
@@ -117,11 +130,11 @@ def narrowed(plan: ShardingPlan, held: Sequence[ParamSpec], *, flat: bool) -> Sh
         Bucket(bucket.dtype, tuple(map(segment_of, bucket.segments)), bucket.replicated)
         for bucket in plan.buckets
     ]
-    return ShardingPlan(tuple(held), plan.ranks, tuple(buckets))
+    return ShardingPlan(tuple(shards), plan.ranks, tuple(buckets))
 
 
-def _require_even(plan: ShardingPlan, held: Sequence[ParamSpec]) -> None:
-    for index, (share, own) in enumerate(zip(plan.params, held, strict=True)):
+def _require_even(plan: ShardingPlan, shards: Sequence[ParamSpec]) -> None:
+    for index, (share, own) in enumerate(zip(plan.params, shards, strict=True)):
         shares, parts = whole_pieces(index, share), whole_pieces(index, own)
         if [(p.start, p.stop) for p in shares] != [(p.start, p.stop) for p in parts]:
             assert share.whole is not None
@@ -134,36 +147,33 @@ def _require_even(plan: ShardingPlan, held: Sequence[ParamSpec]) -> None:
 
 
 class PrimaryBlock(NamedTuple):
-    """A whole block of which a rank is the primary holder among copies, as a tensor of its own.
+    """A whole block of which a rank is the primary holder, planned as a parameter of its own.
 
-    piece: of the plan; it stands for `stacks` whole blocks, of which this is number `stack`.
+    piece: of the plan of shards; it stands for one block of each rank's stack of experts.
+    stack: which of these blocks this is.
     of: the whole parameter, and `block` in it.
-    held: who of the mesh holds what of the block.
-    counted: whether this rank among the copies is the one that counts in sums over ranks.
+    spec: the block as a parameter, (rows, cols).
+    held: which rows and columns of it each rank of the mesh holds.
+    counted: whether this rank is the one that counts, of all that have copies, in sums over ranks.
     """
 
     piece: Piece
     stack: int
-    stacks: int
     of: ParamSpec
     block: Block
     spec: ParamSpec
     held: RankBoxes
     counted: bool
 
-    def has_parts_in(self, box: Box) -> bool:
-        """Whether the piece of a rank that holds `box` of the parameter is of it."""
-        rows = max(1, self.of.shape[0])
-        return self.stacks == 1 or self.stack == box.offsets[0] * self.stacks // rows
-
 
 def primary_blocks(plan: ShardingPlan, held: Sequence[RankBoxes], place: int) -> list[PrimaryBlock]:
-    """The blocks of which a rank is the primary holder among copies.
+    """The blocks of which the rank at `place` among those with copies is the primary holder.
 
-    `plan`: for even shares, or a narrowed one. `held`: who of a mesh holds what of each whole
-    parameter; the same on all its ranks.
+    plan: for even shares, or restricted to shards.
+    held: by whole parameter what each rank of a mesh holds of it. All ranks of the mesh get the
+        same list.
     """
-    found = []
+    found = list[PrimaryBlock]()
     known: dict[tuple[Block, int], RankBoxes] = {}  # layers are alike
     for bucket in plan.buckets:
         counted = place == 0 or not bucket.replicated
@@ -178,14 +188,12 @@ def _primary(
     held: RankBoxes,
     counted: bool,
     known: dict[tuple[Block, int], RankBoxes],
-) -> list[PrimaryBlock]:
+) -> Iterator[PrimaryBlock]:
     if piece.block is None or spec.whole is None:
-        return []
-    blocks = spec.whole_blocks(piece.block)
-    found = []
-    for stack, block in enumerate(blocks):
+        return
+    for stack, block in enumerate(spec.whole_blocks(piece.block)):
         number = (spec.whole.blocks or ()).index(block)
-        item = spec.whole._replace(
+        alone = spec.whole._replace(
             name=f"{spec.name}[{number}]",
             shape=block.shape,
             blocks=(Block(None, 0, *block.shape, block.form),),
@@ -195,7 +203,4 @@ def _primary(
         if key not in known:
             boxes = (part_of_block(block, spec.whole.shape, box) for box in held.boxes)
             known[key] = held._replace(boxes=tuple(boxes))
-        found.append(
-            PrimaryBlock(piece, stack, len(blocks), spec.whole, block, item, known[key], counted)
-        )
-    return found
+        yield PrimaryBlock(piece, stack, spec.whole, block, alone, known[key], counted)

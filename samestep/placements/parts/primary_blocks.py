@@ -1,0 +1,123 @@
+"""Blocks of DTensors whose copies on other meshes the optimizer averages.
+
+Of each block one rank among those with copies is the primary holder. It has the mean gradient of
+its shard of the block, and the state. The primary holders of one mesh bring the block together on
+its owner and step on their shards, as `block_exchange` does it for other DTensors; afterwards
+every copy gets the new values in the gather of its bucket.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.groups.distribution import Distribution
+from samestep.groups.param_groups import Group
+from samestep.placements.parts.block_exchange import BlockExchange
+from samestep.placements.parts.local_shards import LocalShards, refuse_unstaged
+from samestep.placements.parts.mesh_layout import MeshLayout
+from samestep.placements.whole.piece_shards import PieceShards
+from samestep.plan.mesh_shares import PrimaryBlock, primary_blocks
+from samestep.plan.sharding import Piece, ShardingPlan
+from samestep.rules.state import State, Whereabouts, whereabouts
+
+
+class PrimaryBlocks:
+    """The blocks of which this rank is the primary holder, each planned as a parameter of its own.
+
+    shards: what this rank holds of them.
+    exchange: brings them together in the mesh.
+
+    Args:
+        plan: Restricted to the shards of this rank.
+        place: Of this rank among those with copies.
+    """
+
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        layout: MeshLayout,
+        place: int,
+        distribution: Distribution,
+        device: torch.device,
+    ) -> None:
+        self._specs = plan.params
+        self.items = primary_blocks(plan, layout.held, place)
+        # A rank of the mesh may hold nothing of a block: experts of others, or rows that others
+        # have all of.
+        self._has_some = [bool(item.held.boxes[layout.group.rank].numel) for item in self.items]
+        self._numbers = {
+            item.piece: number
+            for number, (item, has_some) in enumerate(zip(self.items, self._has_some, strict=True))
+            if has_some
+        }
+        self.shards = LocalShards(
+            [item.spec for item in self.items],
+            [item.held for item in self.items],
+            layout.group,
+            device,
+            [_whereabouts(item) for item in self.items],
+            counted=[item.counted for item in self.items],
+        )
+        self.exchange = BlockExchange(self.shards, distribution)
+        self.end_step()
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """There is state now: refuse rules without stages, make what blocks need to travel."""
+        for spec in self._specs:  # of all blocks, so that all ranks decide alike
+            refuse_unstaged(spec, groups[spec.group])
+        self.shards.groups = groups
+        self.exchange.prepare()
+
+    def take_shards(self, shards: PieceShards) -> None:
+        """Read values and state of blocks from these shards, in this step and those after it."""
+        of_items = [shards[item.piece] for item in self.items]
+        values = [
+            shard.value if has_some else shard.value.new_empty(0, 0)
+            for shard, has_some in zip(of_items, self._has_some, strict=True)
+        ]
+        states = [self._state_of(number, shard.state) for number, shard in enumerate(of_items)]
+        self.shards.look_at(values, states)
+
+    def _state_of(self, number: int, state: State) -> State:
+        """The state of one block from that of its piece, which may stand for several blocks."""
+        return {
+            key: tensor[self.items[number].stack].view(-1)
+            if self.shards.is_of_whole(number, key)
+            else (tensor if self._has_some[number] else tensor.new_empty(0, 0))
+            for key, tensor in state.items()
+        }
+
+    def take_gradients(self, means: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Keep the mean gradients of pieces that are blocks until the step is over."""
+        for piece, mean in means:
+            if piece in self._numbers:
+                self.shards.gradients[self._numbers[piece]] = mean
+
+    def set_present(self, present: Sequence[bool | Tensor]) -> None:
+        """Whether each parameter has a gradient on any rank, in this step."""
+        self.shards.present = [present[item.piece.param] for item in self.items]
+
+    def gradients(self) -> list[Tensor]:
+        """The mean gradients that this rank counts in sums over ranks."""
+        shards = self.shards
+        return [
+            grad
+            for number, grad in enumerate(shards.gradients)
+            if grad is not None
+            and shards.present[number] is not False
+            and shards.is_primary(number)
+        ]
+
+    def end_step(self) -> None:
+        """Free the mean gradients: the step is over, or has failed."""
+        self.shards.gradients = [None] * len(self.items)
+        self.exchange.end_step()
+
+
+def _whereabouts(item: PrimaryBlock) -> Whereabouts | None:
+    """Where the elements of a block are in its parameter, if any are rounded at random."""
+    where = whereabouts(item.of.name, item.of.shape, item.of.stored)
+    if where is None:
+        return None
+    return where.at(item.block.view(where.elements).view(item.block.shape))

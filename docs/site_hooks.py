@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -31,9 +32,12 @@ def on_files(files: Files, *, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links of docs/ to what lies above it."""
-    return re.sub(r"\]\(\.\./([^)]*)\)", lambda found: f"]({_address(found[1])})", markdown)
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Links of docs/ to what lies above it, also from pages in folders of docs/."""
+    up = "../" * page.file.src_uri.count("/")
+    return re.sub(
+        rf"\]\({up}\.\./([^)]*)\)", lambda found: f"]({up}{_address(found[1])})", markdown
+    )
 
 
 def _from_the_root(text: str) -> str:

@@ -17,7 +17,7 @@ from tests.ranks import run_forked
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 FOLDERS = ("samestep", "benchmarks", "tests", "examples", "docs")
 FILES = {
     path.relative_to(ROOT).as_posix()
@@ -98,9 +98,10 @@ def test_tables_are_whole(page):
 def test_every_page_is_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:", 1)[1].split("\ntheme:", 1)[0]
     lines = [line for line in nav.splitlines() if not line.lstrip().startswith("#")]
-    named = re.findall(r"([\w]+\.md)", "\n".join(lines))
+    named = re.findall(r"([\w/]+\.md)", "\n".join(lines))
     brought = {"index.md", "changelog.md", "contributing.md"}  # by docs/site_hooks.py
-    assert sorted(named) == sorted({page.name for page in DOCS.glob("*.md")} | brought)
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert sorted(named) == sorted(pages | brought)
 
 
 def test_every_picture_is_shown_and_has_its_command():

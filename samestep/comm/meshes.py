@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.exchange import launch_gather
 from samestep.comm.groups import RankGroup, registry
 from samestep.comm.presence import ReplicatedHere
-from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
+from samestep.layout.boxes import Box, Cut, Shape, all_boxes, local_box, replicas
 from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import RankBoxes, by_box, whole, whole_on
 from samestep.plan.replicated_gradients import line_of, replicated_along
@@ -143,26 +143,32 @@ def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
     return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, place_here(mesh))
 
 
-def whole_tensor(
-    tensor: DTensor, known: RankBoxes | None = None, device: torch.device | None = None
-) -> Tensor:
-    """All of a DTensor, on every rank of its mesh; `known`: who holds what. Collective.
-
-    `device`: where ranks can send it, if it stays elsewhere.
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """All of a DTensor, on every rank of its mesh. Collective.
 
     Also of what torch's own `full_tensor` puts together wrongly, or never: uneven strided shards,
     and uneven shards of a mesh whose ranks are permuted.
     """
     group = mesh_group(tensor.device_mesh)
-    boxes = (known or held(tensor, group)).boxes
-    result = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+    local = tensor.to_local().detach()
+    return gather_shards(local, held(tensor, group), tuple(tensor.shape), group, tensor.device)
+
+
+def gather_shards(
+    local: Tensor, boxes: RankBoxes, shape: Shape, group: RankGroup, device: torch.device
+) -> Tensor:
+    """All of a tensor of `shape`, on every rank of a group. Collective.
+
+    local: this rank's box of it, which may stay elsewhere than on `device`, where ranks send it.
+    """
+    result = torch.empty(shape, dtype=local.dtype, device=device)
     if not result.numel():
         return result
-    source, target = by_box(enumerate(boxes)), whole_on(result.shape, range(group.size))
+    source, target = by_box(enumerate(boxes.boxes)), whole_on(shape, range(group.size))
     key = 0, ""
     exchange = Exchange("gather of a DTensor", {key: source}, {key: target}, group.size)
-    local = {key: {boxes[group.rank]: tensor.to_local().detach()}}
-    launch_gather(exchange, local, {key: {whole(result.shape): result}}, group, result)()
+    own = {key: {boxes.boxes[group.rank]: local}}
+    launch_gather(exchange, own, {key: {whole(shape): result}}, group, result)()
     return result
 
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.exchange import PackedExchange
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
-from samestep.placements.parts.local_shards import BlockShard, BlockState, LocalShards
+from samestep.placements.parts.local_chunk import BlockShard, LocalChunk
+from samestep.placements.parts.local_shards import LocalShards
 from samestep.placements.parts.planned import chunks_of, plan_blocks, shape_of
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit
-from samestep.plan.block_exchange import OF_WHOLE, Chunk, Key, PlannedBlock
+from samestep.plan.block_exchange import OF_WHOLE, PlannedBlock
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule, math_dtype
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from samestep.placements.parts.kernel_stages import KernelStages, SpreadBlocks
 
 
-NOTHING: State = {}
-
-
 class BlockExchange:
     """The plan for the blocks of one mesh, at work."""
 
@@ -52,10 +49,10 @@ class BlockExchange:
         self.plan = plan_blocks(local.specs, local.held, ranks, distribution, device)
         chunks = chunks_of(self.plan, local.specs, ranks, distribution, device)
         self.shape = shape_of(chunks, distribution, local.specs, ranks)
+        self._chunks: list[LocalChunk] = []
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
-        self._brought: dict[int, dict[Key, BlockState]] = {}  # by chunk, in the last step
 
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
         """Who owns which block, as text."""
@@ -71,157 +68,94 @@ class BlockExchange:
     def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
         local = self._local
-        chunks = [LocalChunk(chunk, local) for chunk in self.shape.chunk_transfers]
-        self._stages = [PlainStages(chunk) for chunk in chunks]
+        self._chunks = [LocalChunk(chunk, local) for chunk in self.shape.chunk_transfers]
+        self._stages = [PlainStages(chunk) for chunk in self._chunks]
         if missing(local.device) is None:
             from samestep.placements.parts.kernel_stages import SpreadBlocks
 
-            self._kernels = SpreadBlocks(chunks)
+            self._kernels = SpreadBlocks(self._chunks)
 
     def begin_step(self) -> None:
-        """Let kernels look up where this step's gradients lie."""
+        """Parameters and state are those of this step, and its gradients are there."""
+        for chunk in self._chunks:
+            chunk.begin_step()
         if self._kernels is not None:
             self._kernels.begin_step(self._local)
 
     def units(self) -> list[list[Unit]]:
-        """What every chunk needs of state that stays on the host: of parts, and of whole blocks."""
-        local = self._local
-        found = []
-        for chunk in self.plan.chunks:
-            parts = {part.planned.key: local.kept_of_part(part) for part in local.of_blocks(chunk)}
-            wholes = {planned.key: local.kept_of_whole(planned) for planned in chunk}
-            units = [Unit(("part", key), own, elements=1) for key, own in parts.items()]
-            units += [Unit(("whole", key), own, elements=1) for key, own in wholes.items()]
-            found.append([unit for unit in units if unit.state])
-        return found
-
-    def _bring(self, window: WindowId, arrived: Arrived) -> None:
-        """Wait for the state of a chunk that stays on the host."""
-        states: dict[Key, BlockState] = {}
-        for part, state in arrived(window):
-            kind, key = part.unit.about
-            of_part, of_whole = states.get(key, BlockState(NOTHING, NOTHING))
-            states[key] = BlockState(
-                state if kind == "part" else of_part, state if kind == "whole" else of_whole
-            )
-        number = window.bucket.bucket
-        known = self._brought.get(number, {})
-        if self._kernels is not None and not _are_the_same(known, states):
-            self._kernels.forget(number)
-        self._brought[number] = states
-        self._local.come(states)
+        """The state of every chunk that stays on the host."""
+        return [chunk.units() for chunk in self._chunks]
 
     def run(self, operation: OfBucket, math: GroupMaths, arrived: Arrived | None = None) -> None:
         """One stage of one chunk; other operations are not about blocks.
 
         `arrived`: waits for a window, where the chunk has state that stays on the host.
         """
-        number, local = operation.bucket.bucket, self._local
+        number = operation.bucket.bucket
         match operation:
             case Collect():
                 if arrived is not None:
-                    self._bring(WindowId(operation.bucket, "chunk"), arrived)
-                kernels = self._kernels and self._kernels.stages(local, number, math)
+                    parts = arrived(WindowId(operation.bucket, "chunk"))
+                    moved = self._chunks[number].take_fetched(parts)
+                    if self._kernels is not None and moved:
+                        self._kernels.forget(number)
+                kernels = self._kernels and self._kernels.stages(self._local, number, math)
                 self._running[number] = kernels or self._stages[number]
-                self._running[number].collect(local, math)
+                self._running[number].collect(math)
             case Transform():
-                self._running[number].transform(local, math)
+                self._running[number].transform(math)
             case GiveBack():
-                self._running[number].give_back(local)
+                self._running[number].give_back()
             case Apply():
-                self._running.pop(number).apply(local, math)
+                self._running.pop(number).apply(math)
 
     def end_step(self) -> None:
         """Everything was taken and placed, or the step has failed."""
         self._running = {}
-        self._local.end_step()
+        for chunk in self._chunks:
+            chunk.end_step()
         if self._kernels is not None:
             self._kernels.end_step()
-
-
-def _are_the_same(known: dict[Key, BlockState], found: dict[Key, BlockState]) -> bool:
-    return known.keys() == found.keys() and all(
-        own.of_part is found[key].of_part and own.of_whole is found[key].of_whole
-        for key, own in known.items()
-    )
-
-
-# --- a chunk on one rank -------------------------------------------------------------------------
-
-
-class LocalChunk:
-    """What a rank has to do with a chunk: shards of blocks that it holds, and blocks that it owns.
-
-    collection, giving_back: how blocks come here, and shards of directions; what belongs to all of
-        a block comes with them. Without a way back every rank is an owner.
-    """
-
-    def __init__(self, chunk: Chunk, local: LocalShards) -> None:
-        group, self.device = local.group, local.device
-        self.blocks, self.dtype, self.wide = chunk.blocks, chunk.dtype, chunk.wide
-        self.shards = local.of_blocks(chunk.blocks)
-        owned = [
-            place for place, planned in enumerate(chunk.blocks) if group.rank in planned.owners
-        ]
-        self.owned = {place: chunk.blocks[place] for place in owned}
-        self.collection = PackedExchange(chunk.collection, group, local.device)
-        self.giving_back: PackedExchange | None = None
-        if chunk.giving_back is not None:
-            self.giving_back = PackedExchange(chunk.giving_back, group, local.device)
-        out = () if self.giving_back is None else self.giving_back.out.parts
-        self._states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
-
-    def packed_states(self, local: LocalShards) -> dict[int, Tensor]:
-        """What belongs to whole blocks owned here, unrounded, as elements that travel."""
-        found = {}
-        for place in self._states_sent:
-            state = local.whole_state(self.blocks[place])
-            flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
-            found[place] = flat.to(self.wide).view(self.dtype)
-        return found
-
-    def state(self, elements: Tensor) -> Tensor:
-        """The same taken out of a buffer that came."""
-        return elements.clone().view(self.wide)  # at a place for wide ones
 
 
 class PlainStages:
     """A chunk's way in plain torch: its parts to the owners, directions back, and the step."""
 
     def __init__(self, chunk: LocalChunk) -> None:
-        self._chunk = chunk
+        self._chunk, self._local = chunk, chunk.local
         self._matrices_of = [planned.block.matrices for planned in chunk.blocks]  # shapes
         self._prepared: dict[int, Tensor] = {}  # by place of the block in the chunk
         self._directions: dict[int, Tensor] = {}
 
-    def collect(self, local: LocalShards, math: GroupMaths) -> None:
-        """Prepare the parts local here, and start sending them to the owners."""
+    def collect(self, math: GroupMaths) -> None:
+        """Prepare the shards that this rank holds, and start sending them to the owners."""
+        chunk, local = self._chunk, self._local
         prepared: dict[int, Tensor] = {}
-        for part in self._chunk.shards:
-            planned = part.planned
+        for shard in chunk.shards:
+            planned = shard.planned
             rule, of_group = local.staged(planned, math)
-            value, state, origin = local.views(part)
-            grad = local.gradient_of(planned.param)[part.here].to(math_dtype(value))
-            prepared[part.place], new = rule.prepare(
+            value, state, origin = chunk.views(shard)
+            grad = local.gradient_of(planned.param)[shard.here].to(math_dtype(value))
+            prepared[shard.place], new = rule.prepare(
                 of_group.gradient(grad),
                 wide_state(value, state),
                 of_group.scalars,
                 of_group.options,
             )
-            step = None if origin is None else local.step_after(planned)
+            step = None if origin is None else chunk.step_after(shard.place)
             local.put(planned, of_group, state_pairs(state, new, step, origin))
-        there = self._chunk.collection
+        there = chunk.collection
         there.send(prepared[part.key[0]] for part in there.out.parts)
         self._prepared = prepared
 
-    def transform(self, local: LocalShards, math: GroupMaths) -> None:
+    def transform(self, math: GroupMaths) -> None:
         """Run the rule on the whole blocks that this rank owns, those of one shape together."""
-        blocks = self._blocks()
+        local, blocks = self._local, self._blocks()
         stacks: dict[object, list[_Matrix]] = {}
         directions: dict[int, Tensor] = {}
         for place, planned in self._chunk.owned.items():
             spec = local.specs[planned.param]
-            for matrix in self._matrices(local, place, blocks[place], directions):
+            for matrix in self._matrices(place, blocks[place], directions):
                 stacks.setdefault((matrix.shape, spec.group, spec.dtype), []).append(matrix)
         for matrices in stacks.values():
             first, shape = matrices[0].planned, matrices[0].shape
@@ -267,39 +201,40 @@ class PlainStages:
         return found
 
     def _matrices(
-        self, local: LocalShards, place: int, block: Tensor, directions: dict[int, Tensor]
+        self, place: int, block: Tensor, directions: dict[int, Tensor]
     ) -> "list[_Matrix]":
         """Those of a block; where it has several, their directions go into one made for it."""
         planned, shapes = self._chunk.blocks[place], self._matrices_of[place]
         form = planned.block.form
         if form is None:
             value = block.view(shapes[0])
-            return [_Matrix(place, planned, shapes[0], value, local.whole_state(planned), None)]
+            state = self._chunk.whole_state(place)
+            return [_Matrix(place, planned, shapes[0], value, state, None)]
         block = block.view(planned.block.shape)
         direction = torch.empty_like(block, dtype=self._chunk.dtype)
         directions[place] = direction.view(planned.box.sizes)
-        states = local.states_of_matrices(planned)
+        states = self._chunk.states_of_matrices(place)
         of_matrices = zip(shapes, form.views(block), states, form.views(direction), strict=True)
         return [_Matrix(place, planned, *of_matrix) for of_matrix in of_matrices]
 
-    def give_back(self, local: LocalShards) -> None:
+    def give_back(self) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         chunk, back = self._chunk, self._chunk.giving_back
         assert back is not None
-        states = chunk.packed_states(local)
+        states = chunk.packed_states()
         back.send(
             states[place] if what == OF_WHOLE else self._directions[place][slices]
             for _, (place, what), _, slices, _, _ in back.out.parts
         )
 
-    def apply(self, local: LocalShards, math: GroupMaths) -> None:
-        """Step in the directions, on the parts local here."""
-        chunk, came = self._chunk, dict[int, Tensor]()
+    def apply(self, math: GroupMaths) -> None:
+        """Step in the directions, on the shards that this rank holds."""
+        chunk, local, came = self._chunk, self._local, dict[int, Tensor]()
         own, self._directions = self._directions, {}
         for part, values in () if chunk.giving_back is None else chunk.giving_back.arrived_parts():
             place, what = part.key
             if what == OF_WHOLE:
-                local.put_whole_state(chunk.blocks[place], chunk.state(values))
+                chunk.put_whole_state(place, values)
             else:
                 came[place] = values.view(part.sizes)
         for shard in chunk.shards:
@@ -307,7 +242,7 @@ class PlainStages:
             rule, of_group = local.staged(planned, math)
             mine = own.get(shard.place)
             direction = came[shard.place] if mine is None else mine[shard.in_block]
-            target, kept, _ = local.views(shard)
+            target, kept, _ = chunk.views(shard)
             value = exact_value(target, kept)
             new = self._finished(rule, shard, value, direction.to(value.dtype), of_group)
             local.put(planned, of_group, parameter_pairs(target, kept, new))

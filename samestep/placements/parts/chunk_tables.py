@@ -28,8 +28,7 @@ from samestep.kernels.parts import (
 )
 from samestep.layout.blocks import Block
 from samestep.layout.splits import Form
-from samestep.placements.parts.block_exchange import LocalChunk
-from samestep.placements.parts.local_shards import BlockShard, LocalShards
+from samestep.placements.parts.local_chunk import BlockShard, LocalChunk
 from samestep.plan.block_exchange import OF_WHOLE, PlannedBlock
 from samestep.plan.exchanges import PackedPart, Packing
 from samestep.rules.muon import lr_factor
@@ -94,18 +93,18 @@ class ChunkTables:
 
     def __init__(
         self,
-        local: LocalShards,
         chunk: LocalChunk,
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
         _require_rectangles(chunk.blocks)
         for planned in chunk.blocks:  # of all ranks, which must decide alike
-            if planned.block.form is not None and is_small(local.specs[planned.param].stored):
+            if planned.block.form is not None and is_small(chunk.local.specs[planned.param].stored):
                 raise NotRowsError  # its matrices may share scales along rows
-        self.chunk, self._device, self._places = chunk, local.device, places
+        self.chunk, self._local = chunk, chunk.local
+        self._device, self._places = chunk.device, places
         self.sent = sum(chunk.collection.out.sizes)
-        self.batches = self._owned_batches(local)
+        self.batches = self._owned_batches()
         self._jobs = [job for _, jobs in self.batches for job in jobs]
         self.size = self._jobs[-1].stop if self._jobs else self.sent  # of the buffer
         self._owned = {
@@ -117,17 +116,17 @@ class ChunkTables:
         into = () if back is None else back.into.parts
         came = {part.key[0]: part.start for part in into if part.key[1] != OF_WHOLE}
         self.parts = [self._directed(part, came) for part in chunk.shards]
-        self.momenta = self._momentum_launches(local, grad_dtypes)
+        self.momenta = self._momentum_launches(grad_dtypes)
         self.assembling = self._moves_into_blocks()
         self.packing = None if back is None else self._moves_back(back.out)
-        self.steps = self._step_launches(local)
+        self.steps = self._step_launches()
 
-    def _owned_batches(self, local: LocalShards) -> list[tuple[int, list[OwnedBlocks]]]:
+    def _owned_batches(self) -> list[tuple[int, list[OwnedBlocks]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
         alike = _by(
             self.chunk.owned.items(),
             lambda own: (
-                local.specs[own[1].param].group,
+                self._local.specs[own[1].param].group,
                 *(own[1].block[2:] if own[1].block.form else sorted(own[1].block.shape)),
             ),
         )
@@ -138,11 +137,11 @@ class ChunkTables:
             for _, same in groupby(owned, key=lambda own: own[1].block.rows):
                 places, blocks = map(list, zip(*same, strict=True))
                 begin = -(-begin // ROOM) * ROOM
-                block, states = blocks[0].block, list(map(local.whole_state, blocks))
+                block, states = blocks[0].block, list(map(self.chunk.whole_state, places))
                 params = torch.tensor([self._places[planned.param] for planned in blocks])
                 matrices = []
                 if block.form is not None:
-                    matrices = list(map(local.states_of_matrices, blocks))
+                    matrices = list(map(self.chunk.states_of_matrices, places))
                 jobs.append(
                     OwnedBlocks(
                         Size(*block.shape),
@@ -155,7 +154,7 @@ class ChunkTables:
                     )
                 )
                 begin = jobs[-1].stop
-            batches.append((local.specs[owned[0][1].param].group, jobs))
+            batches.append((self._local.specs[owned[0][1].param].group, jobs))
         return batches
 
     def _in_buffer(self, place: int, region: Region) -> Rows:
@@ -181,7 +180,7 @@ class ChunkTables:
         return SourceRows(own.job, own.turn * short * long + row * long + col, long, tall)
 
     def _momentum_launches(
-        self, local: LocalShards, grad_dtypes: Sequence[torch.dtype]
+        self, grad_dtypes: Sequence[torch.dtype]
     ) -> list[tuple[int, MomentumOfParts]]:
         sent: dict[int, list[int]] = {}
         for packed in self.chunk.collection.out.parts:
@@ -194,20 +193,20 @@ class ChunkTables:
             if place in self._owned:
                 goes_to.insert(0, self._in_buffer(place, region))
             copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
-            like = torch.empty(local.values[index].shape, device="meta")
+            like = torch.empty(self._local.values[index].shape, device="meta")
             grad = _matrix(like[part.here], size)
             found.append(
                 MomentumPart(
                     self._places[index],
                     size,
                     Rows(int(grad.storage_offset()), grad.stride(0)),
-                    _known(local.views(part).state["momentum_buffer"], size),
+                    _known(self.chunk.views(part).state["momentum_buffer"], size),
                     goes_to[0] if goes_to else None,
-                    _rounded(local, part, size),
+                    _rounded(self.chunk, part, size),
                 )
             )
         self.copies = Moves(copies, self._device) if copies else None
-        groups = [local.specs[part.planned.param].group for part, _, _ in self.parts]
+        groups = [self._local.specs[part.planned.param].group for part, _, _ in self.parts]
         pairs = list(zip(groups, found, strict=True))
         kinds = _by(
             pairs,
@@ -259,18 +258,18 @@ class ChunkTables:
         source = SourceRows(len(self._jobs), came[place], region.size.cols)
         return DirectedPart(part, region, source)
 
-    def _step_launches(self, local: LocalShards) -> list[tuple[int, StepOfParts]]:
+    def _step_launches(self) -> list[tuple[int, StepOfParts]]:
         found = []
         for part, region, source in self.parts:
             planned, size = part.planned, region.size
-            value, state, _ = local.views(part)
+            value, state, _ = self.chunk.views(part)
             master = state.get(MASTER, state.get(REMAINDER_KEY))
             if master is not None and master.dtype not in (torch.float32, torch.int16):
                 raise NotRowsError
             target = _known(value, size)
             own = None if master is None else _known(master, size)
             group, whole = (
-                local.specs[planned.param].group,
+                self._local.specs[planned.param].group,
                 StepPart(
                     self._places[planned.param],
                     size,
@@ -348,14 +347,14 @@ def _known(view: Tensor, size: Size) -> Tensor:
     return _matrix(view, size)
 
 
-def _rounded(local: LocalShards, part: BlockShard, size: Size) -> Rounded | None:
+def _rounded(chunk: LocalChunk, part: BlockShard, size: Size) -> Rounded | None:
     """What kernels need to know of a part whose momentum is rounded at random."""
-    where = local.elements[part.planned.param]
+    where = chunk.local.elements[part.planned.param]
     if where is None:
         return None
     origin = where.at(_matrix(where.elements[part.here], size)).origin()
-    step = local.whole_state(part.planned)[STEP]
-    scale = local.views(part).state.get("momentum_buffer" + SCALE_SUFFIX)
+    step = chunk.whole_state(part.place)[STEP]
+    scale = chunk.views(part).state.get("momentum_buffer" + SCALE_SUFFIX)
     if scale is not None:
         scale = _matrix(scale, Size(size.rows, scale.numel() // size.rows))
     return Rounded(origin, step, scale)

@@ -16,8 +16,8 @@ from samestep.comm.exchange import PackedExchange
 from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
-from samestep.placements.parts.block_exchange import LocalChunk
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
+from samestep.placements.parts.local_chunk import LocalChunk
 from samestep.placements.parts.local_shards import LocalShards
 from samestep.plan.block_exchange import OF_WHOLE
 from samestep.rules.stored import STEP
@@ -73,10 +73,10 @@ class KernelStages:
         self._out: Tensor | None = None
         self._directions: list[Tensor] = []
 
-    def collect(self, local: LocalShards, math: GroupMaths) -> None:
-        """Prepare the parts local here, and start sending them to the owners."""
+    def collect(self, math: GroupMaths) -> None:
+        """Prepare the shards that this rank holds, and start sending them to the owners."""
         chunk = self._tables.chunk
-        out = torch.empty(self._tables.size, dtype=chunk.dtype, device=local.device)
+        out = torch.empty(self._tables.size, dtype=chunk.dtype, device=chunk.device)
         for group, parts in self._tables.momenta:
             parts.run_(self._step.grads, out, self._step.of_group(group, math)[1])
         if self._tables.copies is not None:
@@ -84,7 +84,7 @@ class KernelStages:
         chunk.collection.send_packed(out[: self._tables.sent])
         self._out = out
 
-    def transform(self, local: LocalShards, math: GroupMaths) -> None:
+    def transform(self, math: GroupMaths) -> None:
         """Orthogonalize the blocks that this rank owns."""
         received = self._tables.chunk.collection.arrived()
         out, self._out = self._out, None
@@ -159,27 +159,27 @@ class KernelStages:
                 place.copy_(own.reshape(place.shape))
         return result
 
-    def give_back(self, local: LocalShards) -> None:
+    def give_back(self) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         chunk, back = self._tables.chunk, self._tables.chunk.giving_back
         assert back is not None
         buffer = back.new_buffer()
         if self._tables.packing is not None:
             self._tables.packing.run_(self._directions, buffer)
-        states = chunk.packed_states(local)
+        states = chunk.packed_states()
         for part in back.out.parts:
             place, what = part.key
             if what == OF_WHOLE:
                 buffer[part.start : part.start + part.numel] = states[place]
         back.send_packed(buffer)
 
-    def apply(self, local: LocalShards, math: GroupMaths) -> None:
-        """Step in the directions, on the parts local here."""
+    def apply(self, math: GroupMaths) -> None:
+        """Step in the directions, on the shards that this rank holds."""
         sources, self._directions = self._directions, []
-        back = self._tables.chunk.giving_back
+        local, back = self._tables.chunk.local, self._tables.chunk.giving_back
         if back is not None:
             sources.append(back.arrived())
-            self._put_whole_states(local, back, sources[-1])
+            self._put_whole_states(back, sources[-1])
         measured = False
         for group, parts in self._tables.steps:
             of_group, step = self._step.of_group(group, math)
@@ -189,14 +189,13 @@ class KernelStages:
             of_group, _ = self._step.of_group(local.specs[part.planned.param].group, math)
             local.count(part.planned, of_group, _taken(sources, source, region.size))
 
-    def _put_whole_states(self, local: LocalShards, back: PackedExchange, received: Tensor) -> None:
+    def _put_whole_states(self, back: PackedExchange, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
         chunk = self._tables.chunk
         for part in back.into.parts:
             place, what = part.key
             if what == OF_WHOLE:
-                state = chunk.state(received[part.start : part.start + part.numel])
-                local.put_whole_state(chunk.blocks[place], state)
+                chunk.put_whole_state(place, received[part.start : part.start + part.numel])
 
 
 def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
@@ -237,7 +236,7 @@ class SpreadBlocks:
         if not all(self._step.can_run(group, math) for group in self._groups[number]):
             return None
         if number not in self._tables:
-            self._tables[number] = self._made(local, chunk)
+            self._tables[number] = self._made(chunk)
         tables = self._tables[number]
         return None if tables is None else KernelStages(tables, self._step)
 
@@ -248,8 +247,8 @@ class SpreadBlocks:
     def end_step(self) -> None:
         self._step = None
 
-    def _made(self, local: LocalShards, chunk: LocalChunk) -> ChunkTables | None:
+    def _made(self, chunk: LocalChunk) -> ChunkTables | None:
         try:
-            return ChunkTables(local, chunk, self._places, self._dtypes)
+            return ChunkTables(chunk, self._places, self._dtypes)
         except NotRowsError:
             return None

@@ -1,9 +1,9 @@
 """What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,44 +14,15 @@ from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
 from samestep.placements.shards import same_objects
-from samestep.plan.block_exchange import Key, PlannedBlock
+from samestep.plan.block_exchange import PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, Whereabouts, block_states, matrix_states
-from samestep.rules.stored import STEP, block_size
+from samestep.rules.state import State, Whereabouts
+from samestep.rules.stored import block_size
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
 Slices = tuple[slice, ...]
-
-
-class BlockShard(NamedTuple):
-    """What this rank holds of a block: where it is in the local tensors, and in the block."""
-
-    place: int  # of the block in its chunk
-    planned: PlannedBlock
-    here: Slices
-    in_block: Slices
-
-
-class ShardViews(NamedTuple):
-    """What a step reads and writes of a shard of a block.
-
-    state: what has an element for each of the shard's, or for some neighbours.
-    origin: where the shard lies in the whole parameter; None: nothing is rounded at random.
-    """
-
-    value: Tensor
-    state: State
-    origin: Origin | None
-
-
-class BlockState(NamedTuple):
-    """State of a block on the device, if it stays elsewhere: of the part held here, and of all."""
-
-    of_part: State
-    of_whole: State
 
 
 @dataclass(eq=False)
@@ -87,9 +58,6 @@ class LocalShards:
     present: list[bool | Tensor] = field(init=False, default_factory=list)
     _addresses: list[int] = field(init=False, default_factory=list)  # of values
     _tensors: list[Tensor] = field(init=False, default_factory=list)  # of states, as they are kept
-    _views: dict[Key, ShardViews] = field(init=False, default_factory=dict)
-    _wholes: dict[Key, State] = field(init=False, default_factory=dict)
-    _come: Mapping[Key, BlockState] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.elements = [  # of a whole parameter, that each shard has
@@ -110,7 +78,6 @@ class LocalShards:
         self._addresses, self._tensors = addresses, tensors
         self.values = values
         self.states = [{key: local_of(own) for key, own in state.items()} for state in states]
-        self._views, self._wholes = {}, {}
         self.version += 1
 
     def gradient_of(self, index: int) -> Tensor:
@@ -122,86 +89,10 @@ class LocalShards:
         """Whether state belongs to whole blocks, such as their variance."""
         return self.specs[index].stored[key].per is None
 
-    def of_blocks(self, chunk: Sequence[PlannedBlock]) -> list[BlockShard]:
-        """The shards of a chunk's blocks that this rank holds."""
-        rank, found = self.group.rank, []
-        for place, planned in enumerate(chunk):
-            part = planned.held.box_of(rank)
-            if part is not None:
-                here = part.shifted(planned.box).within(self.box(planned.param))
-                found.append(BlockShard(place, planned, here.slices, part.slices))
-        return found
-
     def is_primary(self, index: int) -> bool:
         """Whether this rank's copy of a shard is the one that counts in sums over ranks."""
         counts = self.counted is None or self.counted[index]
         return counts and self.held[index].replicas[self.group.rank] == 0
-
-    def views(self, part: BlockShard) -> ShardViews:
-        """The tensors of a shard of a block."""
-        key, index = part.planned.key, part.planned.param
-        if key not in self._views:
-            where, come = self.elements[index], self._come.get(key)
-            self._views[key] = ShardViews(
-                self.values[index][part.here],
-                self.kept_of_part(part) if come is None else come.of_part,
-                None if where is None else where.at(where.elements[part.here]).origin(),
-            )
-        return self._views[key]
-
-    def whole_state(self, planned: PlannedBlock) -> State:
-        """Views of the state that belongs to a whole block, such as its variance."""
-        key = planned.key
-        if key not in self._wholes:
-            come = self._come.get(key)
-            self._wholes[key] = self.kept_of_whole(planned) if come is None else come.of_whole
-        return self._wholes[key]
-
-    def come(self, states: Mapping[Key, BlockState]) -> None:
-        """State that stays on the host is on the device, for some blocks, until the step ends."""
-        self._forget(states)
-        self._come = {**self._come, **states}
-
-    def end_step(self) -> None:
-        """State that had come from the host for this step is gone again."""
-        if self._come:
-            self._forget(self._come)
-            self._come = {}
-
-    def _forget(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            self._views.pop(key, None)
-            self._wholes.pop(key, None)
-
-    def kept_of_part(self, part: BlockShard) -> State:
-        """The state of a part where it stays between steps, perhaps on the host."""
-        index = part.planned.param
-        stored = self.specs[index].stored
-        return {
-            key: tensor[divided(part.here, stored[key].per or 1)]
-            for key, tensor in self.states[index].items()
-            if not self.is_of_whole(index, key)
-        }
-
-    def kept_of_whole(self, planned: PlannedBlock) -> State:
-        """The state of a whole block where it stays between steps, perhaps on the host."""
-        state = self.states[planned.param]
-        of_whole = {key: state[key] for key in state if self.is_of_whole(planned.param, key)}
-        if not of_whole:
-            return {}
-        spec = self.specs[planned.param]
-        group, blocks = self.groups[spec.group], spec.blocks or ()
-        return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[planned.number]
-
-    def states_of_matrices(self, planned: PlannedBlock) -> list[State]:
-        """Views of the state of a whole block, matrix by matrix."""
-        spec, state = self.specs[planned.param], self.whole_state(planned)
-        group = self.groups[spec.group]
-        return matrix_states(rule_of(group), planned.block, state, group, spec.stored)
-
-    def step_after(self, planned: PlannedBlock) -> Tensor:
-        """The count of steps of a block after this one; its matrices count alike."""
-        return self.whole_state(planned)[STEP].reshape(-1)[0] + 1
 
     def staged(self, planned: PlannedBlock, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         """The rule of a block, and how it is run in this step."""
@@ -220,13 +111,6 @@ class LocalShards:
             only_if = present if only_if is None else only_if & present
         for old, value in pairs:
             put(old, value, only_if)
-
-    def put_whole_state(self, planned: PlannedBlock, extra: Tensor) -> None:
-        """Take over what the owner decided with the whole block in sight."""
-        state = self.whole_state(planned)
-        sizes = [tensor.numel() for tensor in state.values()]
-        for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
-            tensor.copy_(values.view(tensor.shape))
 
     def count(self, planned: PlannedBlock, of_group: GroupMath, direction: Tensor) -> None:
         """Add the squares of a part's direction, if these are measured."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.meshes import held, mesh_group, replicated_here, whole_tensor
+from samestep.comm.meshes import gather_shards, held, mesh_group, replicated_here, whole_tensor
 from samestep.layout.boxes import Box, Shape
 from samestep.placements.parts.local_shards import placed_beside, refuse_cut_scales
 from samestep.placements.state_store import StateStore, boxes_of_ranks
@@ -95,8 +95,9 @@ class MeshLayout:
 
     def whole(self, index: int, local: Tensor, per: int = 1) -> Tensor:
         """All of a tensor of which each rank has what it holds of the parameter. Collective."""
-        known = self.held[index].divided(per)
-        return whole_tensor(self.beside(index, local, per), known, self.device)
+        shape = whole(self.params[index].shape).divided(per).sizes
+        boxes = self.held[index].divided(per)
+        return gather_shards(local.detach(), boxes, shape, self.group, self.device)
 
     def beside(self, index: int, local: Tensor, per: int = 1) -> DTensor:
         """A DTensor with other values, placed as a parameter is."""

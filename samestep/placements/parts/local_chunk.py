@@ -1,0 +1,210 @@
+"""A chunk of blocks on this rank: the shards that it holds, and the blocks that it owns.
+
+`block_exchange` runs a chunk in plain torch and `kernel_stages` with kernels; both ask it for the
+same views and send by the same two exchanges.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.comm.exchange import PackedExchange
+from samestep.groups.param_groups import rule_of
+from samestep.placements.parts.local_shards import LocalShards, Slices, divided
+from samestep.placements.windows import Unit, WindowPart
+from samestep.plan.block_exchange import OF_WHOLE, Chunk, PlannedBlock
+from samestep.rules.noise import Origin
+from samestep.rules.state import State, block_states, matrix_states
+from samestep.rules.stored import STEP
+
+
+class BlockShard(NamedTuple):
+    """A shard of a block: where it is in the tensor that this rank holds, and in the block."""
+
+    place: int  # of the block in its chunk
+    planned: PlannedBlock
+    here: Slices
+    in_block: Slices
+
+
+class ShardViews(NamedTuple):
+    """The tensors that a step reads and writes of a shard of a block.
+
+    state: what has an element for each of the shard's, or for some neighbours.
+    origin: where the shard lies in the whole parameter; None: nothing is rounded at random.
+    """
+
+    value: Tensor
+    state: State
+    origin: Origin | None
+
+
+class BlockState(NamedTuple):
+    """The state of a block that was fetched from the host: of the shard, and of the whole."""
+
+    of_shard: State
+    of_whole: State
+
+
+NOTHING: State = {}
+
+
+class LocalChunk:
+    """One chunk, with views that are made once and kept until what they are of is replaced.
+
+    shards: of the chunk's blocks, that this rank holds.
+    owned: the blocks that it owns, by their place in the chunk.
+    collection: brings blocks together. giving_back: returns shards of directions, and what belongs
+        to whole blocks; None: every rank is an owner.
+    """
+
+    def __init__(self, chunk: Chunk, local: LocalShards) -> None:
+        self.local, self.device = local, local.device
+        self.blocks, self.dtype, self.wide = chunk.blocks, chunk.dtype, chunk.wide
+        rank = local.group.rank
+        self.shards = [
+            BlockShard(place, planned, part.shifted(planned.box).within(outer).slices, part.slices)
+            for place, planned in enumerate(chunk.blocks)
+            for part, outer in [(planned.held.box_of(rank), local.box(planned.param))]
+            if part is not None
+        ]
+        self.owned = {
+            place: planned for place, planned in enumerate(chunk.blocks) if rank in planned.owners
+        }
+        self.collection = PackedExchange(chunk.collection, local.group, local.device)
+        self.giving_back: PackedExchange | None = None
+        if chunk.giving_back is not None:
+            self.giving_back = PackedExchange(chunk.giving_back, local.group, local.device)
+        out = () if self.giving_back is None else self.giving_back.out.parts
+        self._states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
+        self._version = local.version
+        self._views: dict[int, ShardViews] = {}  # by place of the block, as all that follow
+        self._whole_states: dict[int, State] = {}
+        self._fetched: dict[int, BlockState] = {}  # in this step
+        self._fetched_before: dict[int, BlockState] = {}
+
+    # --- views ---------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget views of parameters or state that were replaced since the last step."""
+        if self._version != self.local.version:
+            self._version = self.local.version
+            self._forget_views()
+
+    def end_step(self) -> None:
+        """State that was fetched from the host for this step is gone again."""
+        if self._fetched:
+            self._fetched = {}
+            self._forget_views()
+
+    def _forget_views(self) -> None:
+        self._views, self._whole_states = {}, {}
+
+    def views(self, shard: BlockShard) -> ShardViews:
+        """The tensors of a shard."""
+        found = self._views.get(shard.place)
+        if found is None:
+            index, fetched = shard.planned.param, self._fetched.get(shard.place)
+            where = self.local.elements[index]
+            found = self._views[shard.place] = ShardViews(
+                self.local.values[index][shard.here],
+                self._kept_of_shard(shard) if fetched is None else fetched.of_shard,
+                None if where is None else where.at(where.elements[shard.here]).origin(),
+            )
+        return found
+
+    def whole_state(self, place: int) -> State:
+        """Views of the state that belongs to a whole block, such as its variance."""
+        found = self._whole_states.get(place)
+        if found is None:
+            fetched = self._fetched.get(place)
+            found = self._kept_of_whole(place) if fetched is None else fetched.of_whole
+            self._whole_states[place] = found
+        return found
+
+    def states_of_matrices(self, place: int) -> list[State]:
+        """The same, matrix by matrix of the block."""
+        planned, state = self.blocks[place], self.whole_state(place)
+        spec = self.local.specs[planned.param]
+        group = self.local.groups[spec.group]
+        return matrix_states(rule_of(group), planned.block, state, group, spec.stored)
+
+    def step_after(self, place: int) -> Tensor:
+        """The count of steps of a block after this one; its matrices count alike."""
+        return self.whole_state(place)[STEP].reshape(-1)[0] + 1
+
+    def _kept_of_shard(self, shard: BlockShard) -> State:
+        """The state of a shard where it stays between steps, perhaps on the host."""
+        index = shard.planned.param
+        stored = self.local.specs[index].stored
+        return {
+            key: tensor[divided(shard.here, stored[key].per or 1)]
+            for key, tensor in self.local.states[index].items()
+            if not self.local.is_of_whole(index, key)
+        }
+
+    def _kept_of_whole(self, place: int) -> State:
+        """The state of a whole block where it stays between steps, perhaps on the host."""
+        planned = self.blocks[place]
+        index, state = planned.param, self.local.states[planned.param]
+        of_whole = {key: state[key] for key in state if self.local.is_of_whole(index, key)}
+        if not of_whole:
+            return NOTHING
+        spec = self.local.specs[index]
+        group, blocks = self.local.groups[spec.group], spec.blocks or ()
+        return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[planned.number]
+
+    # --- state that stays on the host ----------------------------------------------------
+
+    def units(self) -> list[Unit]:
+        """The state that comes from the host at once: of shards, and of whole blocks."""
+        of_shards = (
+            Unit(("shard", shard.place), self._kept_of_shard(shard), elements=1)
+            for shard in self.shards
+        )
+        of_wholes = (
+            Unit(("whole", place), self._kept_of_whole(place), elements=1)
+            for place in range(len(self.blocks))
+        )
+        return [unit for unit in (*of_shards, *of_wholes) if unit.state]
+
+    def take_fetched(self, parts: Sequence[tuple[WindowPart, State]]) -> bool:
+        """Use state that is on the device now. Returns whether it lies elsewhere than before."""
+        found: dict[int, BlockState] = {}
+        for part, state in parts:
+            kind, place = part.unit.about
+            known = found.get(place, BlockState(NOTHING, NOTHING))
+            changed = {"of_shard": state} if kind == "shard" else {"of_whole": state}
+            found[place] = known._replace(**changed)
+        before, self._fetched_before = self._fetched_before, found
+        self._fetched = found
+        self._forget_views()
+        return not _same_tensors(before, found)
+
+    # --- what belongs to whole blocks, on its way ----------------------------------------
+
+    def packed_states(self) -> dict[int, Tensor]:
+        """The state of whole blocks owned here, unrounded, as elements that travel."""
+        found = {}
+        for place in self._states_sent:
+            state = self.whole_state(place)
+            flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
+            found[place] = flat.to(self.wide).view(self.dtype)
+        return found
+
+    def put_whole_state(self, place: int, elements: Tensor) -> None:
+        """Take over what the owner of a block decided, out of a buffer that came."""
+        state = self.whole_state(place)
+        sizes = [tensor.numel() for tensor in state.values()]
+        wide = elements.clone().view(self.wide)  # a clone begins at a place for wide ones
+        for tensor, values in zip(state.values(), torch.split(wide, sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def _same_tensors(known: Mapping[int, BlockState], found: Mapping[int, BlockState]) -> bool:
+    return known.keys() == found.keys() and all(
+        own.of_shard is found[place].of_shard and own.of_whole is found[place].of_whole
+        for place, own in known.items()
+    )

@@ -32,7 +32,7 @@ from benchmarks.timeline import Look, Panel, Trace, chrome_trace, picture
 from examples.gpt import GPT, GPTConfig
 from samestep.launch.forked import run_forked
 from samestep.optimizer.step import Handlers, execute
-from samestep.plan.schedule import Operation, Schedule, line_of
+from samestep.plan.schedule import Operation, Schedule, describe_operation
 from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import parse_flags
 
@@ -323,7 +323,7 @@ class Marks(list[tuple[str, float, float]]):
         def run(operation: Operation) -> None:
             begin = self._now()
             handler(operation)
-            self.append((line_of(operation), begin, self._now()))
+            self.append((describe_operation(operation), begin, self._now()))
 
         return run
 

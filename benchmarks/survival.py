@@ -272,7 +272,7 @@ def tried(combination: Combination, options: argparse.Namespace, seed: int) -> R
     return trial.result
 
 
-def line_of(result: Result) -> str:
+def describe_result(result: Result) -> str:
     return (
         f"{result.name:44s} {result.blocks:>9,d} {result.worst.value:>9.4f} "
         f"{result.worst.excess:>+9.4f} {result.climbed:>11,d} {result.worst_climbed.value:>9.4f} "
@@ -309,7 +309,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if all(word in combination.name.split() for word in options.only.split()):
             print(f"{combination.name} ...", file=sys.stderr, flush=True)
             results.append(tried(combination, options, 1_000_000 * number + options.seed))
-            print(line_of(results[-1]), flush=True)
+            print(describe_result(results[-1]), flush=True)
     failed = [result for result in results if result.failures]
     for result in failed:
         worst = max(result.worst, result.worst_climbed, key=lambda worst: worst.excess)

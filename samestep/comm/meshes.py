@@ -15,7 +15,7 @@ from samestep.comm.presence import ReplicatedHere
 from samestep.layout.boxes import Box, Cut, Shape, all_boxes, local_box, replicas
 from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import RankBoxes, by_box, whole, whole_on
-from samestep.plan.replicated_gradients import line_of, replicated_along
+from samestep.plan.replicated_gradients import line_through, replicated_along
 
 _WAY_OUT = (
     "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
@@ -114,7 +114,7 @@ def replicated_here(
         for tensor in tensors
     ]
     along = replicated_along(sizes, replicated, ranks.size // mesh.size())
-    lines = tuple(line_of(sizes, here, each.axis, copy) for each in along)
+    lines = tuple(line_through(sizes, here, each.axis, copy) for each in along)
     return ReplicatedHere(along, lines, ranks, _WAY_OUT) if along else None
 
 

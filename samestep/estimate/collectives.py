@@ -296,7 +296,7 @@ class Launches:
         placement = self._blueprint.placements[chunk.placement]
         found: list[Transfer | None] = []
         for each in placement.spreadings:
-            own = each.transfers[chunk.bucket] if chunk.bucket < len(each.transfers) else None
+            own = each.chunks[chunk.bucket] if chunk.bucket < len(each.chunks) else None
             exchange = None if own is None else which(own)
             sent = None if exchange is None else exchange.transfer
             found.append(sent if sent is not None and sent.elements else None)

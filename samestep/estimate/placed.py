@@ -134,7 +134,7 @@ class Spreading:
         return plan_blocks(self.specs, self.held, self.peers.size, self.distribution, self.device)
 
     @cached_property
-    def transfers(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[Chunk, ...]:
         return chunks_of(self.plan, self.specs, self.peers.size, self.distribution, self.device)
 
     def stored(self, index: int, place: int) -> int:
@@ -145,7 +145,7 @@ class Spreading:
     @property
     def shape(self) -> PlacementShape:
         """What the schedule of a rank depends on."""
-        return shape_of_blocks(self.transfers, self.distribution, self.specs, self.peers.size)
+        return shape_of_blocks(self.chunks, self.distribution, self.specs, self.peers.size)
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ class OnRank(NamedTuple):
         return self.sharing.shape._replace(
             chunks=blocks.chunks,
             gives_back=blocks.gives_back,
-            chunk_transfers=blocks.chunk_transfers,
+            planned_chunks=blocks.planned_chunks,
         )
 
 
@@ -302,7 +302,7 @@ def on_rank(placement: Placed, grid: Grid, rank: int | None) -> OnRank:
     """Of a rank; None: of the first, with as many chunks of blocks as any has."""
     place, mesh_place = (grid.place(rank or 0, each) for each in (placement.peers, placement.mesh))
     if rank is None and placement.spreadings:
-        chunks = [len(each.transfers) for each in placement.spreadings]
+        chunks = [len(each.chunks) for each in placement.spreadings]
         place = chunks.index(max(chunks))
     sharing = placement.sharings[mesh_place] if placement.sharings else None
     spreading = placement.spreadings[place] if placement.spreadings else None

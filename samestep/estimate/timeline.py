@@ -64,7 +64,7 @@ from samestep.plan.schedule import (
     Transform,
     Update,
     WindowId,
-    line_of,
+    describe_operation,
 )
 from samestep.plan.transfers import Traffic, Transfer
 from samestep.tooling.output import Drawn, trace_file
@@ -386,7 +386,7 @@ class _Simulator:
             case Apply(chunk):
                 self._wait("return", chunk)
                 self._elementwise(chunk, 12)
-        self._tell(line_of(operation), before)
+        self._tell(describe_operation(operation), before)
 
     def _of_blocks(self, chunk: BucketId, count: Callable[[Spreading, int], Tensor]) -> Tensor:
         """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
@@ -427,7 +427,7 @@ class _Simulator:
     ) -> Tensor:
         """Start a copy on a link of its own, once something else is over; when it is over."""
         seconds = self._grid.zeros() + operation.nbytes / self._hardware.host_rate
-        leg = Leg(line_of(operation), seconds, lambda times: times, (link,))
+        leg = Leg(describe_operation(operation), seconds, lambda times: times, (link,))
         return self._occupy("host", about, leg, after)
 
     def _share_of(self, window: WindowId | None) -> float:

@@ -358,7 +358,7 @@ class SpreadingWalk(Walk):
 
     def on_collect(self, number: int) -> None:
         """Directions of the parts, what is sent and what comes."""
-        chunk = self._spreading.transfers[number]
+        chunk = self._spreading.chunks[number]
         dtype, wide, parts = chunk.dtype, chunk.wide, self._parts(chunk)
         self._add("prepared", number, sum(parts) * wide.itemsize)
         self._ledger.passing(max(parts, default=0) * wide.itemsize)
@@ -368,7 +368,7 @@ class SpreadingWalk(Walk):
         self._add("coming", number, coming[self._place] * dtype.itemsize)
 
     def on_transform(self, number: int) -> None:
-        chunk = self._spreading.transfers[number]
+        chunk = self._spreading.chunks[number]
         owned, wide = [r for r in chunk.blocks if self._place in r.owners], chunk.wide
         self._drop(number, "collected")
         elements = sum(planned.box.numel for planned in owned)
@@ -394,7 +394,7 @@ class SpreadingWalk(Walk):
         self._drop(number, "blocks")
 
     def on_giveback(self, number: int) -> None:
-        chunk = self._spreading.transfers[number]
+        chunk = self._spreading.chunks[number]
         assert chunk.giving_back is not None
         dtype, place = chunk.dtype, self._place
         out, into = (
@@ -415,7 +415,7 @@ class SpreadingWalk(Walk):
 
     def on_apply(self, number: int) -> None:
         """One part after the other."""
-        chunk = self._spreading.transfers[number]
+        chunk = self._spreading.chunks[number]
         self._drop(number, "returned")
         self._ledger.passing(max(self._parts(chunk), default=0) * chunk.wide.itemsize)
         self._drop(number, "returning", "directions")

@@ -47,7 +47,7 @@ def missing_products(device: torch.device) -> str | None:
     return reason
 
 
-def line_of(device: torch.device) -> str:
+def describe_kernels(device: torch.device) -> str:
     """What runs there, for the plan that ranks compare: kernels round otherwise than torch."""
     reason = missing_products(device)
     if reason is not None:

@@ -42,7 +42,7 @@ from samestep.plan.schedule import (
     Reduce,
     Schedule,
     Update,
-    line_of,
+    describe_operation,
     staging_bytes,
     step_schedule,
 )
@@ -286,7 +286,7 @@ class StepRunner:
 
     def schedule_lines(self) -> tuple[str, ...]:
         """The operations of a step in order, as text, once there was one."""
-        return tuple(map(line_of, self._schedule())) if self._placements else ()
+        return tuple(map(describe_operation, self._schedule())) if self._placements else ()
 
     def together(self, name: str, only: Sequence[Placement] | None = None) -> JointCall:
         """A call that all ranks of some placements make together, between steps.

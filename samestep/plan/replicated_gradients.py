@@ -103,7 +103,7 @@ def replicated_by_all(params: int, ranks: int) -> tuple[ReplicatedAlong, ...]:
     return replicated_along((ranks,), [[0]] * params)
 
 
-def line_of(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:
+def line_through(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:
     """Which line along an axis goes through a place of a mesh; `copy`: of so many meshes."""
     number = copy
     for other, size in enumerate(sizes):

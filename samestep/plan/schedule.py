@@ -162,7 +162,7 @@ Operation = OfBucket | OfWindow | Agree | Clip | Update | Measure
 Schedule = tuple[Operation, ...]
 
 
-def line_of(operation: Operation) -> str:
+def describe_operation(operation: Operation) -> str:
     """An operation as text: "Reduce 0.3" is about bucket 3 of placement 0."""
     of_window = ""
     match operation:
@@ -197,7 +197,7 @@ class PlacementShape(NamedTuple):
     has_parts: bool = False
     places: tuple[int, ...] = ()  # how late forward uses each bucket
     transfers: tuple[BucketTransfers, ...] = ()
-    chunk_transfers: tuple[Chunk, ...] = ()
+    planned_chunks: tuple[Chunk, ...] = ()
     # Of state that stays on the host, in bytes; (): it lies on the device. A rank may have other
     # windows than its peers: nobody else takes part in what they do.
     windows: tuple[tuple[int, ...], ...] = ()  # of each bucket
@@ -205,7 +205,7 @@ class PlacementShape(NamedTuple):
 
     def sending(self, kind: type[S], about: BucketId) -> S:
         """An operation about a bucket or a chunk, with what it sends."""
-        every = self.transfers if kind in (Reduce, Gather) else self.chunk_transfers
+        every = self.transfers if kind in (Reduce, Gather) else self.planned_chunks
         return kind(about, attrgetter(kind.sends)(every[about.bucket]) if every else None)
 
     def average(self, bucket: BucketId) -> Average:

@@ -57,7 +57,7 @@ class BlockExchange:
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
         """Who owns which block, as text."""
         lines = []
-        for number, chunk in enumerate(self.shape.chunk_transfers):
+        for number, chunk in enumerate(self.shape.planned_chunks):
             for place, planned in enumerate(chunk.blocks):
                 what = f"chunk {number}: block {planned.number} of {specs[planned.param].name}"
                 for owner in planned.owners:
@@ -68,7 +68,7 @@ class BlockExchange:
     def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
         local = self._local
-        self._chunks = [LocalChunk(chunk, local) for chunk in self.shape.chunk_transfers]
+        self._chunks = [LocalChunk(chunk, local) for chunk in self.shape.planned_chunks]
         self._stages = [PlainStages(chunk) for chunk in self._chunks]
         if missing(local.device) is None:
             from samestep.placements.parts.kernel_stages import SpreadBlocks

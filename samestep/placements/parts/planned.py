@@ -48,7 +48,7 @@ def shape_of(
         reduces=False,
         chunks=len(chunks),
         gives_back=distribution.muon_schedule == "parallel",
-        chunk_transfers=chunks,
+        planned_chunks=chunks,
     )
 
 

@@ -20,7 +20,7 @@ from samestep.comm.meshes import mesh_group
 from samestep.comm.presence import Call, PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
-from samestep.kernels.choice import line_of
+from samestep.kernels.choice import describe_kernels
 from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of
 from samestep.placements.parts.block_exchange import BlockExchange
@@ -84,7 +84,12 @@ class ShardedParameters(Placement):
         self._sums: Mapping[Tensor, DTensor] = {}  # gradients of which others alone had summands
         self.exchange = BlockExchange(self.shards, distribution)
         self.shape = self.exchange.shape
-        lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
+        lines = [
+            *distribution.lines(),
+            *self.lines(),
+            *members.lines,
+            describe_kernels(self.device),
+        ]
         require_same_lines("plan", lines, self.group, self.device)
         if members.problem is not None:
             raise ValueError(members.problem)

@@ -15,7 +15,7 @@ from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_le
 from samestep.comm.presence import Call, PresenceAgreement, Problem, ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
-from samestep.kernels.choice import line_of
+from samestep.kernels.choice import describe_kernels
 from samestep.layout.boxes import HeldState, mesh_of
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
@@ -115,7 +115,7 @@ class ReplicatedParameters(Placement):
             f"{name}: gradients of {gradient_dtype(param)}"
             for name, param in zip(self._names, params, strict=True)
         ]
-        lines += [*members.lines, *self._plan_lines, line_of(self.device), hosts]
+        lines += [*members.lines, *self._plan_lines, describe_kernels(self.device), hosts]
         agree_on_plan(self._names, self.held.values(), lines, self._groups, members.problem)
         # The ranks in the order of the plan's segments.
         self.places = group._replace(hosts=fabric.hosts)
@@ -148,7 +148,7 @@ class ReplicatedParameters(Placement):
                 bucket_sizes=tuple(bucket.size for bucket in shares.buckets),
                 chunks=for_blocks.chunks,
                 gives_back=for_blocks.gives_back,
-                chunk_transfers=for_blocks.chunk_transfers,
+                planned_chunks=for_blocks.planned_chunks,
                 has_parts=any(spec.blocks is not None for spec in shares.params),
             )
         self.reducer = GradientReducer(

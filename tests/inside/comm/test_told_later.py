@@ -20,7 +20,7 @@ from samestep.comm.presence import (
     _codes_of,
     _Said,
 )
-from samestep.plan.replicated_gradients import ReplicatedAlong, line_of, replicated_along
+from samestep.plan.replicated_gradients import ReplicatedAlong, line_through, replicated_along
 from tests.ranks import run_forked
 
 STEP = Call("step()")
@@ -146,7 +146,7 @@ def test_lines_do_not_mix():
     ]
     for each in found:
         places = list(product(range(copies), *map(range, sizes)))
-        lines = [line_of(sizes, at, each.axis, copy) for copy, *at in places]
+        lines = [line_through(sizes, at, each.axis, copy) for copy, *at in places]
         assert sorted(lines) == sorted(list(range(each.lines)) * sizes[each.axis])
         # Every line says something else, and all of its ranks the same.
         votes = [

@@ -8,7 +8,7 @@ import samestep
 from samestep.estimate.collectives import Launches
 from samestep.estimate.memory import rank_memory
 from samestep.placements.parts.gradients import is_partial
-from samestep.plan.schedule import line_of
+from samestep.plan.schedule import describe_operation
 from samestep.stress.sharded_training import new_training
 from tests.inside.estimate.calls import Calls, settled
 from tests.inside.estimate.hybrid import (
@@ -44,7 +44,7 @@ def measured(rank, world, cases, reduction):
         training._make_gradients(2)
         records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]
         holders = [
-            (p.specs, [tuple(each) for each in p._held]) for p in optimizer.sharded_parameters
+            (p.specs, [tuple(each) for each in p.layout.held]) for p in optimizer.sharded_parameters
         ]
         found.append(
             (optimizer.schedule_lines(), holders, records, calls.found, bytes_of(optimizer))
@@ -125,7 +125,7 @@ def check(world, cases, reduction="fast"):
             plan, fsdp = stages[rank // (world // degrees.pp)]
             schedule, holders, records, calls, (params, state, passing) = of_rank[number]
             at, about = rank % plan.grid.ranks, (name, kind.__name__, rank)
-            assert schedule == tuple(map(line_of, plan.schedule(at))), about
+            assert schedule == tuple(map(describe_operation, plan.schedule(at))), about
             spread = [each.spreadings[0] for each in plan.placements if not each.sharings]
             held = [(s.specs, [(h.boxes, h.replicas) for h in s.held]) for s in spread]
             assert holders == held, about

@@ -12,7 +12,7 @@ from samestep.estimate.memory import rank_memory
 from samestep.estimate.timeline import simulate
 from samestep.layout.boxes import Cut
 from samestep.plan import windows
-from samestep.plan.schedule import Fetch, line_of, staging_bytes
+from samestep.plan.schedule import Fetch, describe_operation, staging_bytes
 from tests.inside.estimate.parts import foreseen, training
 from tests.ranks import run_forked
 from tests.test_offload import LAYOUTS, OPTIONS, WINDOW, Net, assert_same, build, train
@@ -34,7 +34,7 @@ def seen(optimizer):
 
 def check(plan, rank, found):
     schedule, memory = plan.schedule(rank), rank_memory(plan, rank)
-    assert tuple(map(line_of, schedule)) == found[0]
+    assert tuple(map(describe_operation, schedule)) == found[0]
     assert sum(staging_bytes(schedule)) == memory.staging == found[1]
     assert (memory.on_host, memory.state, memory.main_parameters) == (found[2], 0, 0)
 

@@ -7,7 +7,7 @@ import samestep
 from samestep.comm.groups import registry
 from samestep.estimate.collectives import Launches
 from samestep.estimate.memory import rank_memory
-from samestep.plan.schedule import line_of
+from samestep.plan.schedule import describe_operation
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.parts import foreseen, training
 from tests.inside.estimate.peaks import peak_bytes
@@ -110,7 +110,7 @@ def check(sizes, layouts):
         for rank, of_rank in enumerate(ranks):
             schedule, records, (params, state, passing) = of_rank[name]
             about = name, rank
-            assert schedule == tuple(map(line_of, plan.schedule(rank))), about
+            assert schedule == tuple(map(describe_operation, plan.schedule(rank))), about
             assert records == expected(plan, rank), about
             assert len(records) > 8, about
             memory = rank_memory(plan, rank)

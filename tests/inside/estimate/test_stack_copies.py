@@ -22,7 +22,7 @@ from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
-from samestep.plan.schedule import line_of
+from samestep.plan.schedule import describe_operation
 from tests.inside.estimate.calls import settled
 from tests.inside.estimate.peaks import peak_bytes
 from tests.inside.estimate.test_hybrid import copied
@@ -217,7 +217,7 @@ def check(world, cases):
             degrees, plan = foreseen(case, world, rank * case.mesh.get("pp", 1) // world)
             at = rank % plan.grid.ranks
             assert found == pytest.approx(losses, abs=1e-4), about
-            assert schedule == tuple(map(line_of, plan.schedule(at))), about
+            assert schedule == tuple(map(describe_operation, plan.schedule(at))), about
             assert records == expected(plan, degrees, rank), about
             assert len(records) > 5, about
             memory = rank_memory(plan, at)

@@ -26,7 +26,7 @@ from samestep.mesh.degrees import Degrees
 from samestep.models import gpt
 from samestep.optimizer.step import execute
 from samestep.plan.links import Link
-from samestep.plan.schedule import line_of
+from samestep.plan.schedule import describe_operation
 from samestep.stress.models import GPT, Matrices
 from samestep.stress.sharded_training import new_training
 from tests.counting_group import counted
@@ -56,9 +56,9 @@ def traced(rank, world):
         def run(schedule, handlers, events=events):
             def noted(handler):
                 def call(operation):
-                    events.append(("begins", line_of(operation)))
+                    events.append(("begins", describe_operation(operation)))
                     handler(operation)
-                    events.append(("ends", line_of(operation)))
+                    events.append(("ends", describe_operation(operation)))
 
                 return call
 

@@ -14,7 +14,7 @@ from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.collectives import Launches
 from samestep.estimate.grid import Grid
 from samestep.layout.boxes import Cut
-from samestep.plan.schedule import line_of
+from samestep.plan.schedule import describe_operation
 from samestep.stress.models import Matrices
 from samestep.stress.sharded_training import new_training
 from tests.inside.estimate.layouts import (
@@ -81,7 +81,7 @@ def test_every_collective_of_every_layout_is_foreseen(world, kind, reduction):
             _, schedule, records = found[layout.name]
             assert records == expected(plan, rank), (layout.name, rank)
             assert len(records) > 2, layout.name
-            assert schedule == tuple(map(line_of, plan.schedule(rank))), layout.name
+            assert schedule == tuple(map(describe_operation, plan.schedule(rank))), layout.name
 
 
 def groups_of_their_own(rank, world, kind):

@@ -23,7 +23,9 @@ from tests.ranks import run_forked
 
 def test_there_are_none_for_cpu():
     assert choice.missing(torch.device("cpu")) == "kernels are for CUDA, and the device is cpu"
-    assert choice.line_of(torch.device("cpu")).startswith("without kernels: kernels are for CUDA")
+    assert choice.describe_kernels(torch.device("cpu")).startswith(
+        "without kernels: kernels are for CUDA"
+    )
 
 
 def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
@@ -31,7 +33,7 @@ def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
         if rank == 1:
             without = "without kernels: triton is not installed"
             monkeypatch.setattr(
-                samestep.placements.whole.replicated, "line_of", lambda device: without
+                samestep.placements.whole.replicated, "describe_kernels", lambda device: without
             )
         with pytest.raises(RanksDisagreeError, match="triton is not installed"):
             samestep.AdamW(nn.Linear(3, 2))

@@ -26,8 +26,8 @@ from samestep.plan.schedule import (
     Transform,
     Update,
     WindowId,
+    describe_operation,
     launch_order,
-    line_of,
     staging_bytes,
     step_schedule,
 )
@@ -45,7 +45,7 @@ shapes = st.builds(
     has_parts=st.just(False),
     places=st.just(()),
     transfers=st.just(()),
-    chunk_transfers=st.just(()),
+    planned_chunks=st.just(()),
     windows=st.just(()),
     chunk_windows=st.just(()),
 )
@@ -266,7 +266,7 @@ def needed_by(placements, operation):
 def test_the_next_window_comes_while_one_is_updated_and_three_buffers_are_enough():
     shape = PlacementShape((1,), agrees=False, reduces=False, windows=((5, 7, 9, 3, 8),))
     schedule = step_schedule([shape], waves=4, clip=False, measure=False)
-    assert [line_of(operation) for operation in schedule[:8]] == [
+    assert [describe_operation(operation) for operation in schedule[:8]] == [
         "Fetch 0.0 window 0",
         "Average 0.0",
         "Fetch 0.0 window 1",

@@ -278,7 +278,9 @@ class SharingWalk(Walk):
         for place, elements in enumerate(self._sharing.sums(number, self._place).values()):
             self._add(f"sum in mesh {place}", number, elements * wide.itemsize)
         summands, pieces = self._sharing.summands, self._owned(number).pieces
-        if summands and all(summands[piece.param] for piece in pieces):
+        # What was added up over the mesh lies elsewhere, and a block of which this rank has nothing
+        # keeps nothing alive.
+        if summands and all(summands[piece.param] for piece in pieces if piece.size):
             self._drop(number, "packed", "received", "sum")
 
     # --- updates -----------------------------------------------------------------------------
@@ -288,7 +290,8 @@ class SharingWalk(Walk):
 
     def updated(self, number: int) -> None:
         """Averaged gradients of parts of blocks stay until the step is over, with all beside."""
-        blocks = [piece.param for piece in self._owned(number).pieces if piece.block is not None]
+        pieces = self._owned(number).pieces
+        blocks = [piece.param for piece in pieces if piece.block is not None and piece.size]
         stay = [self._sharing.summands[param] for param in blocks if self._sharing.even]
         if None not in stay:
             self._drop(number, "packed", "received", "sum")

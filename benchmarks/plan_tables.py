@@ -89,7 +89,7 @@ def muon_savings() -> Iterator[str]:
 def timelines(files: dict[str, bytes]) -> Iterator[str]:
     """Parallel Muon: four ways to run Muon over shards, on four ranks."""
     layer: dict[str, tuple[int, ...]] = {
-        "qkv": (1536, 1024),
+        "attention": (1536, 1024),
         "out": (1024, 1024),
         "up": (4096, 1024),
         "down": (1024, 4096),

@@ -317,6 +317,65 @@ def test_a_file_with_the_momentum_that_a_scheduler_wrote_beside_betas():
     assert "momentum" not in opt.param_groups[1]
 
 
+@pytest.mark.parametrize("sizes", [(2, 1, 1), {"*.qkv": (2, 1, 1)}, "heads:2"], ids=str)
+def test_split_sizes_may_be_called_qkv_split_sizes(sizes):
+    """As the document about MegaCpp's optimizers calls them, in group dicts and in overrides."""
+    ways = {
+        "groups": lambda key: samestep.MuonAdamW(
+            [{"params": [("a.qkv", qkv())], "rule": "muon", key: sizes}]
+        ),
+        "one rule": lambda key: samestep.Muon([{"params": [("a.qkv", qkv())], key: sizes}]),
+        "patterns": lambda key: samestep.MuonAdamW(
+            [("a.qkv", qkv())], groups=[{"params": "*", "rule": "muon", key: sizes}]
+        ),
+    }
+    if not isinstance(sizes, dict):
+        ways["overrides"] = lambda key: samestep.MuonAdamW(
+            [("a.qkv", qkv())], overrides={"a.qkv": {key: sizes}}
+        )
+
+    def added(key):
+        first = {"params": [("first", nn.Parameter(torch.ones(4, 4)))], "rule": "muon"}
+        opt = samestep.MuonAdamW([first])
+        opt.add_param_group({"params": [("a.qkv", qkv())], "rule": "muon", key: sizes})
+        return opt
+
+    ways["added"] = added
+    for name, make in ways.items():
+        ours, theirs = make("split_sizes"), make("qkv_split_sizes")
+        assert "qkv_split_sizes" not in theirs.param_groups[-1], name
+        for opt in (ours, theirs):
+            opt.param_groups[-1]["params"][0].grad = torch.arange(16.0).view(4, 4).sin()
+            opt.step()
+        stepped = [opt.param_groups[-1]["params"][0] for opt in (ours, theirs)]
+        assert torch.equal(*stepped), name
+        assert not torch.equal(stepped[0], whole_step()), name
+
+
+def qkv():
+    torch.manual_seed(0)
+    return nn.Parameter(torch.randn(4, 4))
+
+
+def whole_step():
+    """What a step makes of it as one block."""
+    opt = samestep.Muon([qkv()])
+    opt.param_groups[0]["params"][0].grad = torch.arange(16.0).view(4, 4).sin()
+    opt.step()
+    return opt.param_groups[0]["params"][0]
+
+
+def test_both_names_of_split_sizes_are_refused_and_so_is_theirs_elsewhere():
+    with pytest.raises(ValueError, match="split_sizes and qkv_split_sizes mean the same"):
+        build({"rule": "muon", "split_sizes": (2, 2), "qkv_split_sizes": (2, 2)})
+    with pytest.raises(ValueError, match="'qkv_split_sizes' is no option of rule 'adamw' but of"):
+        build({"rule": "adamw", "qkv_split_sizes": (2, 2)})
+    with pytest.raises(TypeError, match="qkv_split_sizes must be a list of row counts"):
+        build({"rule": "muon", "qkv_split_sizes": 2.5})
+    with pytest.raises(TypeError, match="'qkv_split_sizes'; did you mean 'split_sizes'"):
+        samestep.MuonAdamW([("a", qkv())], qkv_split_sizes=(2, 2))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
@@ -326,6 +385,8 @@ def test_a_file_with_the_momentum_that_a_scheduler_wrote_beside_betas():
         ("betas", (0.9, 0.95), "no option of rule 'muon'"),
         ("max_grad_norm", 1.0, "concerns the whole optimizer"),
         ("mu", 0.9, 'write "momentum"'),
+        ("adjust_lr_fn", "original", "set 'adjust_lr'"),
+        ("qkv_split_sizes", (2, 2), "set 'split_sizes'"),
     ],
 )
 def test_a_key_that_would_do_nothing_is_refused_when_it_is_set_later(key, value, says):

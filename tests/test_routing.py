@@ -1160,6 +1160,66 @@ def test_nothing_else_warns(leaves):
     samestep.MuonAdamW(model_of(leaves))
 
 
+def named(model, split=None):
+    """Muon's groups of all matrices of a model, and one of the rest."""
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    vectors = [(name, p) for name, p in model.named_parameters() if p.ndim == 1]
+    own = {} if split is None else {"split_sizes": split}
+    return [
+        {"params": matrices, "rule": "muon", **own},
+        {"params": vectors, "rule": "adamw"},
+    ]
+
+
+UNROUTED = {
+    "group dicts": lambda model, **own: samestep.MuonAdamW(named(model, **own)),
+    "groups=": lambda model, split=None: samestep.MuonAdamW(
+        model,
+        groups=[
+            {"params": "*.weight", "rule": "muon"}
+            | ({} if split is None else {"split_sizes": split}),
+            {"params": "*.bias", "rule": "adamw"},
+        ],
+    ),
+    "Muon(named)": lambda model, split=None: samestep.Muon(
+        named(model)[0]["params"], **({} if split is None else {"split_sizes": split})
+    ),
+    "add_param_group": lambda model, **own: _added(named(model, **own)),
+}
+
+
+def _added(groups):
+    opt = samestep.MuonAdamW(groups[1:])
+    opt.add_param_group(groups[0])
+    return opt
+
+
+@pytest.mark.parametrize("way", UNROUTED)
+def test_a_fused_weight_in_groups_that_nobody_routes_warns_once_too(way):
+    with pytest.warns(UserWarning, match="fused weight") as caught:
+        UNROUTED[way](fused("blocks.{}.qkv"))
+    assert len(caught) == 1
+    said = str(caught[0].message)
+    for layer in range(3):
+        assert f"blocks.{layer}.qkv.weight (24, 8)" in said
+    assert 'Give its group "split_sizes": (q_rows, k_rows, v_rows)' in said
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("way", UNROUTED)
+@pytest.mark.parametrize("split", [(8, 8, 8), (24,), {"*.qkv.weight": (8, 8, 8)}], ids=str)
+def test_whoever_says_how_it_is_cut_hears_nothing(way, split):
+    UNROUTED[way](fused("blocks.{}.qkv"), split=split)
+
+
+@pytest.mark.parametrize("way", UNROUTED)
+def test_sizes_of_one_fused_weight_leave_the_warning_for_the_others(way):
+    with pytest.warns(UserWarning, match="fused weight") as caught:
+        UNROUTED[way](fused("blocks.{}.qkv"), split={"blocks.1.qkv.weight": (8, 8, 8)})
+    assert "blocks.0." in str(caught[0].message)
+    assert "blocks.1." not in str(caught[0].message)
+
+
 def test_a_fused_weight_under_adamw_does_not_warn():
     samestep.MuonAdamW(fused("blocks.{}.qkv"), overrides={"*": {"rule": "adamw"}})
 

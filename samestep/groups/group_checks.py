@@ -115,7 +115,7 @@ class GroupChecks:
         with naming_group(index):
             if rule_of(group).name == planned["rule"]:
                 check(group)
-                refuse_lost_keys(group)
+                refuse_lost_keys(group, made=True)
         changes = decisive_changes(planned, group)
         if changes:
             raise RuntimeError(

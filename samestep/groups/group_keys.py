@@ -27,6 +27,9 @@ OF_EVERY_GROUP = {
 }  # fmt: skip
 # How a matrix rule cuts parameters into blocks; also of rules that do not list them.
 CUTS = ("split_sizes", "flatten", "transposed")
+# Spellings of others that a group may be made with, and ours, under which it has them afterwards:
+# torch.optim.Muon's and torchtitan's, and that of the document about MegaCpp's optimizers.
+ALIASES = {"adjust_lr_fn": "adjust_lr", "qkv_split_sizes": "split_sizes"}
 ALGORITHMS = ("muon", "normuon", "adamw", "adam", "lion", "dion", "dion2", "sgd")
 
 
@@ -195,11 +198,18 @@ def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any
     return {key: value for key, value in saved.items() if key not in left_out}
 
 
-def refuse_lost_keys(group: Mapping[str, Any]) -> None:
-    """Raise if a key of a group would be dropped in silence, whenever it was set."""
+def refuse_lost_keys(group: Mapping[str, Any], *, made: bool = False) -> None:
+    """Raise if a key of a group would be dropped in silence, whenever it was set.
+
+    made: the group is that of an optimizer, where spellings of others are not read any more.
+    """
     name = group.get("rule")
     rule = RULES.get(name) if isinstance(name, str) else None
     known = set() if rule is None else options_of_rule(rule)
+    for key in ALIASES.keys() & group.keys() & known if made else ():
+        raise ValueError(
+            f"{key!r} is read where a group is made, and would do nothing now: set {ALIASES[key]!r}"
+        )
     for key in [key for key in group if key not in known]:
         reason = why_lost(key, group[key], rule)
         if reason:
@@ -255,8 +265,8 @@ def likely_option(key: str, rule: Rule) -> str | None:
 def options_of_rule(rule: Rule) -> set[str]:
     """The keys that a group of a rule may have from us; how blocks are cut is of matrix rules."""
     cuts = set(CUTS) if rule.kind == "matrix" else set()
-    own_spellings = {"adjust_lr_fn"} if "adjust_lr" in rule.defaults else set()
-    return {*rule.defaults, *OF_EVERY_GROUP, *cuts, *own_spellings}
+    known = {*rule.defaults, *OF_EVERY_GROUP, *cuts}
+    return known | {alias for alias, key in ALIASES.items() if key in known}
 
 
 def _readers(key: str) -> list[str]:

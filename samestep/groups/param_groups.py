@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from samestep.groups.distribution import process_group
 from samestep.groups.group_keys import (
+    ALIASES,
     CUTS,
     OF_EVERY_GROUP,
     WAYS_OF_TORCH,
@@ -128,19 +129,23 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 def own_spelling(options: Mapping[str, Any]) -> Group:
-    """torch.optim.Muon's and torchtitan's `adjust_lr_fn` as our `adjust_lr`; None: "original".
+    """The keys of `ALIASES` under our names; an `adjust_lr_fn` of None is torch's "original".
 
     And torch.optim.AdamW's `fused`, of which None is the default.
     """
     options = dict(options)
     if options.get("fused", False) is None:
         options["fused"] = False
-    if "adjust_lr_fn" in options:
-        if "adjust_lr" in options:
-            raise ValueError("adjust_lr and adjust_lr_fn mean the same: give only one of them")
-        value = options.pop("adjust_lr_fn")
-        check_adjust_lr_fn("adjust_lr_fn", value)
-        options["adjust_lr"] = ADJUST_LR_FN[value or "original"]
+    for alias in ALIASES.keys() & options.keys():
+        key, value = ALIASES[alias], options.pop(alias)
+        if key in options:
+            raise ValueError(f"{key} and {alias} mean the same: give only one of them")
+        if alias == "adjust_lr_fn":
+            check_adjust_lr_fn(alias, value)
+            value = ADJUST_LR_FN[value or "original"]
+        else:
+            checks.split_sizes(alias, value)
+        options[key] = value
     return options
 
 
@@ -167,7 +172,7 @@ def complete(group: Mapping[str, Any], rule_options: Mapping[str, Mapping[str, A
 
 def _warn_of_typos(group: Mapping[str, Any], rule: Rule) -> None:
     """Keys of others are kept in silence, but a near miss of one of ours is a typo."""
-    known = OF_EVERY_GROUP.union({"adjust_lr_fn"}, *(r.defaults for r in RULES.values()))
+    known = OF_EVERY_GROUP.union(ALIASES, *(r.defaults for r in RULES.values()))
     for key in group:
         meant = None if key in known else likely_option(key, rule)
         if meant is not None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from samestep.groups.experts import guessed_experts
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
-from samestep.groups.param_groups import Group, check_pair, name_matches
+from samestep.groups.param_groups import (
+    Group,
+    check_pair,
+    name_matches,
+    own_spelling,
+    parameter_names,
+)
 from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.layout.splits import split_of
 from samestep.rules import RULES
@@ -275,14 +281,49 @@ def route(
     )
     _warn(
         fused,
-        "looks like a fused weight (query-key-value, gate-up) and has no split_sizes; "
-        "orthogonalizing it whole mixes its parts and is known to hurt. Pass "
+        f"{LOOKS_FUSED}. Pass "
         'overrides={"<pattern>": {"split_sizes": (q_rows, k_rows, v_rows)}}, "halves", '
-        '"heads:<n>" or "interleaved:3x<heads>" where every head has rows of each; with '
-        '"transposed": True beside it if it is stored as (in, out); or all rows as one size if it '
-        "is one matrix",
+        f"{OTHER_SPLITS}",
     )
     return list(groups.values()), reasons
+
+
+LOOKS_FUSED = (
+    "looks like a fused weight (query-key-value, gate-up) and has no split_sizes; "
+    "orthogonalizing it whole mixes its parts and is known to hurt"
+)
+OTHER_SPLITS = (
+    '"heads:<n>" or "interleaved:3x<heads>" where every head has rows of each; with '
+    '"transposed": True beside it if it is stored as (in, out); or all rows as one size if it '
+    "is one matrix"
+)
+
+
+def warn_of_fused_members(groups: Iterable[Mapping[str, Any]]) -> None:
+    """One warning of members of Muon's groups that look fused and are not cut.
+
+    For groups that nobody has routed; whoever has said how, or that they are one matrix, hears
+    nothing.
+    """
+    fused = []
+    for index, group in enumerate(groups):
+        if not isinstance(RULES.get(group["rule"]), MuonRule):
+            continue
+        splits = group.get("split_sizes")
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            said = (
+                any(name_matches(name, pattern) for pattern in splits)
+                if isinstance(splits, Mapping)
+                else splits is not None
+            )
+            parameter = NamedParameter(name, param)
+            if not said and _looks_fused(parameter):
+                fused.append(_describe(parameter))
+    _warn(
+        fused,
+        f'{LOOKS_FUSED}. Give its group "split_sizes": (q_rows, k_rows, v_rows), or by name '
+        '{"<pattern>": ...}; "halves", ' + OTHER_SPLITS,
+    )
 
 
 def _guessed(
@@ -422,8 +463,9 @@ def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[
                 f"overrides: {matcher!r} needs a dict of group keys such as "
                 f'{{"rule": "adamw"}}, got {options!r}'
             )
+        own = own_spelling(options) if "qkv_split_sizes" in options else options
         for parameter in matching(matcher, given, "overrides"):
-            for key, value in options.items():
+            for key, value in own.items():
                 earlier = source.setdefault((parameter.name, key), matcher)
                 if earlier is not matcher and asked[parameter.name][key] != value:
                     raise ValueError(

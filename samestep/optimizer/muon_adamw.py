@@ -29,6 +29,7 @@ from samestep.groups.routing import (
     routable,
     route,
     route_explicit,
+    warn_of_fused_members,
 )
 from samestep.groups.step_options import StepOptions
 from samestep.layout.fused_rows import without_wrappers
@@ -355,6 +356,8 @@ class MuonAdamW(RuleOptimizer):
             order_of_use=order_of_use,
         )
         self._reasons = reasons
+        if named is None or groups is not None:
+            warn_of_fused_members(self.param_groups)
         _tell_of_convolutions(preset, self.param_groups)
 
 
@@ -388,6 +391,7 @@ class Muon(RuleOptimizer):
             steps,
             distribution,
         )
+        warn_of_fused_members(self.param_groups)
 
 
 class AdamW(RuleOptimizer):

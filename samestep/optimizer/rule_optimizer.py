@@ -30,7 +30,7 @@ from samestep.groups.param_groups import (
     refuse_unsupported,
     without_repeated,
 )
-from samestep.groups.routing import routable
+from samestep.groups.routing import routable, warn_of_fused_members
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import state_lines, table
 from samestep.kernels.call import on_device_of
@@ -193,6 +193,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 holds.share([index], self.param_groups, self.state)
                 if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
+                warn_of_fused_members([group])
         except Exception:
             self.param_groups.pop()
             holds.group_count = index

@@ -228,7 +228,7 @@ def sent_in_a_step(shape, *cases):
             with counted() as log:
                 opt.step()
         (placement,) = opt.sharded_parameters
-        blocks = [planned for chunk in placement.exchange.plan.chunks for planned in chunk]
+        blocks = [planned for chunk in placement.exchange.chunks for planned in chunk.blocks]
         blocks = [
             (placement.specs[r.param].name, r.number, owner) for r in blocks for owner in r.owners
         ]
@@ -237,7 +237,7 @@ def sent_in_a_step(shape, *cases):
         assert all(call.asynchronous for call in moved)
         of_others = sum(call.elements * call.dtype.itemsize for call in moved)
         assert of_others == moved.sent  # nothing is handed in for oneself
-        return blocks, float(moved.sent), len(moved), len(placement.exchange.plan.chunks), rest
+        return blocks, float(moved.sent), len(moved), len(placement.exchange.chunks), rest
 
     return [results for _, results in run_cases(torch.Size(shape).numel(), cases, job)]
 
@@ -416,8 +416,8 @@ def test_chunks_are_as_large_as_asked_for():
         found = []
         for size in (1, 200, 10**6):
             opt = samestep.MuonAdamW(fsdp(Net()), **{**OPTIONS, "bucket_size": size})
-            chunks = opt.sharded_parameters[0].exchange.plan.chunks
-            found.append([(len(c), sum(planned.box.numel for planned in c)) for c in chunks])
+            chunks = opt.sharded_parameters[0].exchange.chunks
+            found.append([(len(c.blocks), sum(b.box.numel for b in c.blocks)) for c in chunks])
         return found
 
     for smallest, middle, whole in run_forked(2, job):

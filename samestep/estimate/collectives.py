@@ -19,7 +19,7 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import RINGS, Hardware
 from samestep.estimate.placed import Spreading, Summands
-from samestep.plan.block_exchange import Chunk
+from samestep.plan.chunks import Chunk
 from samestep.plan.exchanges import Exchange
 from samestep.plan.links import Fabric
 from samestep.plan.schedule import (

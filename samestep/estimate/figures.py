@@ -168,7 +168,7 @@ def sample_ranks(plan: Blueprint) -> list[int]:
         found.add(of_peers)
         for spreading in placement.spreadings[place : place + 1]:
             in_mesh = [0] * placement.mesh.size
-            for planned in chain.from_iterable(spreading.plan.chunks):
+            for planned in chain.from_iterable(chunk.blocks for chunk in spreading.chunks):
                 for owner in planned.owners:
                     in_mesh[owner] += planned.box.numel
             # Axes of both are not the same.

@@ -16,13 +16,13 @@ from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.parts.planned import chunks_of, plan_blocks
+from samestep.placements.parts.planned import plan_chunks
 from samestep.placements.parts.planned import shape_of as shape_of_blocks
 from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.placements.windows import Unit, Windows
-from samestep.plan.block_exchange import Chunk, ExchangePlan
+from samestep.plan.chunks import Chunk
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.mesh_shares import primary_blocks, restrict_to_shards, shard_spec
 from samestep.plan.replicated_gradients import ReplicatedAlong
@@ -130,12 +130,8 @@ class Spreading:
     sums: tuple[GradientSum, ...] = ()  # of gradients of which ranks have summands
 
     @cached_property
-    def plan(self) -> ExchangePlan:
-        return plan_blocks(self.specs, self.held, self.peers.size, self.distribution, self.device)
-
-    @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        return chunks_of(self.plan, self.specs, self.peers.size, self.distribution, self.device)
+        return plan_chunks(self.specs, self.held, self.peers.size, self.distribution, self.device)
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
@@ -343,7 +339,7 @@ def _unit(updated: Updated, groups: Groups) -> Unit:
 def _of_chunk(own: OnRank, number: int, groups: Groups) -> Iterator[Unit]:
     """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
     assert own.spreading is not None
-    for planned in own.spreading.plan.chunks[number]:
+    for planned in own.spreading.chunks[number].blocks:
         spec = own.spreading.specs[planned.param]
         group, held = groups[spec.group], planned.held.sizes.get(own.mesh_place, 0)
         shapes = block_state_shapes(rule_of(group), planned.block, group, spec.stored)

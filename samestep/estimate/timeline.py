@@ -394,7 +394,7 @@ class _Simulator:
         nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
         known = {id(each): each for each in placement.spreadings}  # where all have the same
         rows = {
-            key: count(each, chunk.bucket) if chunk.bucket < len(each.plan.chunks) else nothing
+            key: count(each, chunk.bucket) if chunk.bucket < len(each.chunks) else nothing
             for key, each in known.items()
         }
         together = torch.stack([rows[id(each)] for each in placement.spreadings])

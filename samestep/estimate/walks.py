@@ -17,7 +17,7 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
 from samestep.placements.whole.buffers import gradient_dtype, joint_gradient_dtype
-from samestep.plan.block_exchange import OF_WHOLE, Chunk, PlannedBlock
+from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock
 from samestep.plan.exchanges import PackedPart
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment

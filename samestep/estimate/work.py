@@ -161,7 +161,7 @@ def _owned_flops(placement: Placed) -> Tensor:
     """(peers, ranks of their mesh)."""
     flops = [[0.0] * placement.mesh.size for _ in range(placement.peers.size)]
     for own, spreading in zip(flops, placement.spreadings, strict=False):
-        for planned in chain.from_iterable(spreading.plan.chunks):
+        for planned in chain.from_iterable(chunk.blocks for chunk in spreading.chunks):
             for owner in planned.owners:
                 own[owner] += block_flops(planned.block)
     for bucket in () if placement.spreadings else placement.sharings[0].plan.buckets:
@@ -226,7 +226,7 @@ def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
     costs = (  # bytes: it is put together
         (owner, _product(shape, 8 * prod(shape), hardware))
-        for planned in spreading.plan.chunks[number]
+        for planned in spreading.chunks[number].blocks
         for owner in planned.owners
         for shape in planned.block.matrices
     )
@@ -236,7 +236,7 @@ def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
 def chunk_parts(spreading: Spreading, number: int, count: Callable[[int], int] = int) -> Tensor:
     """Elements of a chunk's blocks that each rank holds, or a count of each such part: (ranks,)."""
     found = [0] * spreading.peers.size
-    for planned in spreading.plan.chunks[number]:
+    for planned in spreading.chunks[number].blocks:
         for rank, size in planned.held.sizes.items():
             found[rank] += count(size)
     return per_peer(found)

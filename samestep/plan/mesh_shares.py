@@ -8,7 +8,7 @@ of an even share by what this rank holds of the same block, or by the same fract
 Ranks with copies hold equal shards, so they get the same plan.
 
 Among ranks with copies each block has one primary holder, which has the mean gradient of its shard
-of the block. The primary holders of one mesh bring the block together (`plan.block_exchange`),
+of the block. The primary holders of one mesh bring the block together (`plan.chunks`),
 where it is planned as a parameter of its own: a `PrimaryBlock`.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box
-from samestep.plan.block_exchange import block_box
+from samestep.plan.chunks import block_box
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPlan, whole_pieces
 

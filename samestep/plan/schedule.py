@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
-from samestep.plan.block_exchange import Chunk
+from samestep.plan.chunks import Chunk
 from samestep.plan.transfers import BucketTransfers, Transfer
 
 

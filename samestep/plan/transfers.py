@@ -7,7 +7,7 @@ Of a bucket:
     outer    this rank's sum -> the sum over groups of ranks that do the same
     gather   updated segments -> everyone
 
-`plan.block_exchange` has those of blocks whose parts are spread over ranks.
+`plan.chunks` has those of blocks whose parts are spread over ranks.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,10 +16,10 @@ from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
 from samestep.placements.parts.local_chunk import BlockShard, LocalChunk
 from samestep.placements.parts.local_shards import LocalShards
-from samestep.placements.parts.planned import chunks_of, plan_blocks, shape_of
+from samestep.placements.parts.planned import plan_chunks, shape_of
 from samestep.placements.placement import Arrived
 from samestep.placements.windows import Unit
-from samestep.plan.block_exchange import OF_WHOLE, PlannedBlock
+from samestep.plan.chunks import OF_WHOLE, PlannedBlock
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule, math_dtype
@@ -46,10 +46,9 @@ class BlockExchange:
     def __init__(self, local: LocalShards, distribution: Distribution) -> None:
         self._local = local
         ranks, device = local.group.size, local.device
-        self.plan = plan_blocks(local.specs, local.held, ranks, distribution, device)
-        chunks = chunks_of(self.plan, local.specs, ranks, distribution, device)
-        self.shape = shape_of(chunks, distribution, local.specs, ranks)
-        self._chunks: list[LocalChunk] = []
+        self.chunks = plan_chunks(local.specs, local.held, ranks, distribution, device)
+        self.shape = shape_of(self.chunks, distribution, local.specs, ranks)
+        self._local_chunks: list[LocalChunk] = []
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
@@ -57,7 +56,7 @@ class BlockExchange:
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
         """Who owns which block, as text."""
         lines = []
-        for number, chunk in enumerate(self.shape.planned_chunks):
+        for number, chunk in enumerate(self.chunks):
             for place, planned in enumerate(chunk.blocks):
                 what = f"chunk {number}: block {planned.number} of {specs[planned.param].name}"
                 for owner in planned.owners:
@@ -68,23 +67,23 @@ class BlockExchange:
     def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
         local = self._local
-        self._chunks = [LocalChunk(chunk, local) for chunk in self.shape.planned_chunks]
-        self._stages = [PlainStages(chunk) for chunk in self._chunks]
+        self._local_chunks = [LocalChunk(chunk, local) for chunk in self.chunks]
+        self._stages = [PlainStages(chunk) for chunk in self._local_chunks]
         if missing(local.device) is None:
             from samestep.placements.parts.kernel_stages import SpreadBlocks
 
-            self._kernels = SpreadBlocks(self._chunks)
+            self._kernels = SpreadBlocks(self._local_chunks)
 
     def begin_step(self) -> None:
         """Parameters and state are those of this step, and its gradients are there."""
-        for chunk in self._chunks:
+        for chunk in self._local_chunks:
             chunk.begin_step()
         if self._kernels is not None:
             self._kernels.begin_step(self._local)
 
     def units(self) -> list[list[Unit]]:
         """The state of every chunk that stays on the host."""
-        return [chunk.units() for chunk in self._chunks]
+        return [chunk.units() for chunk in self._local_chunks]
 
     def run(self, operation: OfBucket, math: GroupMaths, arrived: Arrived | None = None) -> None:
         """One stage of one chunk; other operations are not about blocks.
@@ -96,7 +95,7 @@ class BlockExchange:
             case Collect():
                 if arrived is not None:
                     parts = arrived(WindowId(operation.bucket, "chunk"))
-                    moved = self._chunks[number].take_fetched(parts)
+                    moved = self._local_chunks[number].take_fetched(parts)
                     if self._kernels is not None and moved:
                         self._kernels.forget(number)
                 kernels = self._kernels and self._kernels.stages(self._local, number, math)
@@ -112,7 +111,7 @@ class BlockExchange:
     def end_step(self) -> None:
         """Everything was taken and placed, or the step has failed."""
         self._running = {}
-        for chunk in self._chunks:
+        for chunk in self._local_chunks:
             chunk.end_step()
         if self._kernels is not None:
             self._kernels.end_step()

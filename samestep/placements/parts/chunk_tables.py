@@ -29,7 +29,7 @@ from samestep.kernels.parts import (
 from samestep.layout.blocks import Block
 from samestep.layout.splits import Form
 from samestep.placements.parts.local_chunk import BlockShard, LocalChunk
-from samestep.plan.block_exchange import OF_WHOLE, PlannedBlock
+from samestep.plan.chunks import OF_WHOLE, PlannedBlock
 from samestep.plan.exchanges import PackedPart, Packing
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small

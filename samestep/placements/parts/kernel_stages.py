@@ -19,7 +19,7 @@ from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
 from samestep.placements.parts.local_chunk import LocalChunk
 from samestep.placements.parts.local_shards import LocalShards
-from samestep.plan.block_exchange import OF_WHOLE
+from samestep.plan.chunks import OF_WHOLE
 from samestep.rules.stored import STEP
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
 from samestep.update.triton import can_run

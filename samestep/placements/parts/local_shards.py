@@ -14,7 +14,7 @@ from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
 from samestep.placements.shards import same_objects
-from samestep.plan.block_exchange import PlannedBlock
+from samestep.plan.chunks import PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule

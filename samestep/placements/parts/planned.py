@@ -9,30 +9,15 @@ from math import prod
 import torch
 
 from samestep.groups.distribution import Distribution
-from samestep.plan.block_exchange import (
+from samestep.plan.chunks import (
     Chunk,
-    ExchangePlan,
+    blocks_to_all,
+    blocks_to_owners,
     chunk_of,
-    plan_exchange,
-    plan_gather,
 )
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec
-
-
-def plan_blocks(
-    specs: Sequence[ParamSpec],
-    held: Sequence[RankBoxes],
-    ranks: int,
-    distribution: Distribution,
-    device: torch.device,
-) -> ExchangePlan:
-    """The plan that some keywords ask for."""
-    size = distribution.chunk_elements(device)
-    if distribution.muon_schedule == "gather":
-        return plan_gather(specs, held, ranks, chunk_elements=size)
-    return plan_exchange(specs, held, ranks, chunk_elements=size, owners=distribution.owners)
 
 
 def shape_of(
@@ -52,17 +37,23 @@ def shape_of(
     )
 
 
-def chunks_of(
-    plan: ExchangePlan,
+def plan_chunks(
     specs: Sequence[ParamSpec],
+    held: Sequence[RankBoxes],
     ranks: int,
     distribution: Distribution,
     device: torch.device,
 ) -> tuple[Chunk, ...]:
-    """The chunks of a plan, with what each of them sends."""
+    """The blocks of some parameters in chunks, as the keywords ask for, and what each sends."""
     gives_back = distribution.muon_schedule == "parallel"
+    size = distribution.chunk_elements(device)
+    if gives_back:
+        owners = distribution.owners
+        chunks = blocks_to_owners(specs, held, ranks, chunk_elements=size, owners=owners)
+    else:
+        chunks = blocks_to_all(specs, held, ranks, chunk_elements=size)
     found = []
-    for number, chunk in enumerate(plan.chunks):
+    for number, chunk in enumerate(chunks):
         dtypes = (specs[planned.param].math_dtype for planned in chunk)
         dtype, wide = travel_dtypes(dtypes, distribution, device)
         extra = [

@@ -133,7 +133,7 @@ class ShardedParameters(Placement):
     def updated_by(self, param: Tensor) -> str:
         """The owners of its blocks; without blocks, whoever holds some of it."""
         index = self._index(param)
-        blocks = (planned for chunk in self.exchange.plan.chunks for planned in chunk)
+        blocks = (planned for chunk in self.exchange.chunks for planned in chunk.blocks)
         owners = {rank for planned in blocks if planned.param == index for rank in planned.owners}
         if self.specs[index].blocks is None:
             owners = {rank for rank, box in enumerate(self.layout.held[index].boxes) if box.numel}

@@ -97,7 +97,7 @@ def test_a_rank_is_counted_with_the_blocks_of_which_it_holds_parts():
     over = SpreadOver((("data",),), (Cut(0),))
     plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
     (spreading,) = plan.placements[0].spreadings
-    chunks = range(len(spreading.plan.chunks))
+    chunks = range(len(spreading.chunks))
     counts = sum(chunk_count(spreading, number) for number in chunks)
     assert counts.tolist() == [3, 3, 3, 1]  # two experts each, and rows of the shared matrix
 

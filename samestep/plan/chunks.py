@@ -48,21 +48,21 @@ class PlannedBlock(NamedTuple):
         return self.param, self.number
 
 
-class ExchangePlan(NamedTuple):
-    """Chunks of blocks, in the order in which they move."""
-
-    chunks: tuple[tuple[PlannedBlock, ...], ...]
+Blocks = tuple[PlannedBlock, ...]  # of one chunk
 
 
-def plan_exchange(
+def blocks_to_owners(
     specs: Sequence[ParamSpec],
     held: Sequence[RankBoxes],
     ranks: int,
     *,
     chunk_elements: int,
     owners: OwnerStrategy = "balanced",
-) -> ExchangePlan:
-    """Give every block an owner, and put blocks into chunks of about that size."""
+) -> list[Blocks]:
+    """Give every block an owner, and put blocks into chunks of about that size.
+
+    Chunks are in the order in which they move.
+    """
     found = list(_without_owners(specs, held))
     flops = [block_flops(planned.block) for planned in found]
     chosen = _owners(found, flops, ranks, owners)
@@ -76,9 +76,9 @@ def plan_exchange(
     return _in_chunks(turns, chunk_elements)
 
 
-def plan_gather(
+def blocks_to_all(
     specs: Sequence[ParamSpec], held: Sequence[RankBoxes], ranks: int, *, chunk_elements: int
-) -> ExchangePlan:
+) -> list[Blocks]:
     """Every rank is an owner of every block: it gathers all, and nothing goes back."""
     everyone = tuple(range(ranks))
     blocks = ([planned._replace(owners=everyone)] for planned in _without_owners(specs, held))
@@ -99,14 +99,14 @@ def _without_owners(
             yield PlannedBlock(param, number, block, box, (), known[key])
 
 
-def _in_chunks(together: Iterable[Sequence[PlannedBlock]], elements: int) -> ExchangePlan:
+def _in_chunks(together: Iterable[Sequence[PlannedBlock]], elements: int) -> list[Blocks]:
     """Blocks that are taken together, in chunks of about so many elements."""
 
     def size(blocks: Sequence[PlannedBlock]) -> int:
         return sum(planned.box.numel for planned in blocks)
 
     runs = in_runs(together, size, elements)
-    return ExchangePlan(tuple(tuple(chain.from_iterable(run)) for run in runs))
+    return [tuple(chain.from_iterable(run)) for run in runs]
 
 
 # --- what travels --------------------------------------------------------------------------------

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from samestep.layout.blocks import blocks_of
 from samestep.layout.boxes import Cut, all_boxes, replicas
 from samestep.layout.owners import busiest_lower_bound
-from samestep.plan.block_exchange import (
+from samestep.plan.chunks import (
     OF_WHOLE,
-    ExchangePlan,
     block_box,
+    blocks_to_all,
+    blocks_to_owners,
     chunk_of,
-    plan_exchange,
-    plan_gather,
 )
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
@@ -33,7 +32,7 @@ def sharded(name, shape, mesh, cuts, splits=None, flatten=False):
 
 
 def plan_of(sharded, ranks, **options):
-    return plan_exchange(*map(list, zip(*sharded, strict=True)), ranks, **options)
+    return blocks_to_owners(*map(list, zip(*sharded, strict=True)), ranks, **options)
 
 
 @st.composite
@@ -54,7 +53,7 @@ def chunks_of(plan, ranks, extra=0, gives_back=True):
     dtypes = {"dtype": torch.float32, "wide": torch.float64}
     return [
         chunk_of(n, blocks, [extra] * len(blocks), ranks, gives_back=gives_back, **dtypes)
-        for n, blocks in enumerate(plan.chunks)
+        for n, blocks in enumerate(plan)
     ]
 
 
@@ -62,7 +61,7 @@ def chunks_of(plan, ranks, extra=0, gives_back=True):
 def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, size, owners):
     specs, mesh = case
     ranks, gives_back = torch.Size(mesh).numel(), owners is not None
-    plan = plan_gather(*map(list, zip(*specs, strict=True)), ranks, chunk_elements=size)
+    plan = blocks_to_all(*map(list, zip(*specs, strict=True)), ranks, chunk_elements=size)
     if gives_back:
         plan = plan_of(specs, ranks, chunk_elements=size, owners=owners)
     seen = set()
@@ -128,11 +127,11 @@ def test_copies_that_are_near_the_owner_are_sent():
 
 def test_an_owner_that_holds_nothing_hears_the_ranks_of_its_copy():
     """Of a matrix of one row two ranks have copies, and the others have no shard of it."""
-    (planned,) = plan_of(
-        [sharded("m", (1, 8), (2, 2), [Cut(None), Cut(0)])], 4, chunk_elements=1
-    ).chunks[0]
+    (planned,) = plan_of([sharded("m", (1, 8), (2, 2), [Cut(None), Cut(0)])], 4, chunk_elements=1)[
+        0
+    ]
     planned = planned._replace(owners=(3,))
-    (chunk,) = chunks_of(ExchangePlan(((planned,),)), 4)
+    (chunk,) = chunks_of([(planned,)], 4)
     assert chunk.collection.givers((0, ""), 3) == [2]
 
 
@@ -164,7 +163,7 @@ def test_the_busiest_owner_is_near_the_bound(model, ranks):
     plan = plan_of(specs, ranks, chunk_elements=1 << 26)
     work = [0] * ranks
     flops = []
-    for chunk in plan.chunks:
+    for chunk in plan:
         for planned in chunk:
             flops.append(orthogonalize_flops(planned.block.rows, planned.block.cols))
             work[planned.owners[0]] += flops[-1]

@@ -118,7 +118,8 @@ def rotary_table(config: GPTConfig) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each channel pair of ``x`` (B, heads, T, D) by its position's angle (T, D / 2)."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -14,6 +14,7 @@ from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.fused import CUT_BY_PARTS, check_fused
 from samestep.parallel.lora import lora_shard_rules
 from samestep.parallel.plan import Plan, PlanError
+from samestep.parallel.recompute import What, what_of
 from samestep.parallel.recompute import recompute as recompute_block
 
 
@@ -26,7 +27,7 @@ def apply(
     adapt: Callable[[nn.Module], object] | None = None,
     compile: bool | str = False,
     fsdp: bool = True,
-    recompute: bool = False,
+    recompute: bool | What = False,
 ) -> dict[str, Any]:
     """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
@@ -43,7 +44,8 @@ def apply(
             whether that is wise.
         fsdp: Shard over the ranks whose losses are averaged. False: each of them keeps a copy, and
             the optimizer averages over copies, with the sharding and buffers that it is given.
-        recompute: Let every block compute again in backward what it would have kept.
+        recompute: Let every block compute again in backward what it would have kept: True or
+            "full", or "selective", which keeps what matrix products and attention give.
 
     Returns:
         Facts under the names of `samestep.mesh.predicates`, read off the model itself. "hooks_pre"
@@ -67,10 +69,11 @@ def apply(
     if adapt is not None:
         adapt(model)
     extra = {n: found - before.get(n, 0) - asked.get(n, 0) for n, found in _hooks(model).items()}
+    again = what_of(recompute)
     backend = compile if isinstance(compile, str) else "inductor"
     for _, block in plan.named(model, "blocks"):
-        if recompute:
-            recompute_block(block, backend if compile else None)
+        if again is not None:
+            recompute_block(block, backend if compile else None, again)
         elif compile:
             block.compile(backend=backend)
     _refuse_unasked(extra)

@@ -15,6 +15,7 @@ from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import apply
 from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline, evaluating
 from samestep.parallel.plan import Plan
+from samestep.parallel.recompute import What
 from samestep.parallel.stages import StagePlan
 from samestep.parallel.tensor import check_positions
 
@@ -53,7 +54,7 @@ class Stack:
         ordered: bool = False,
         adapt: Callable[[nn.Module], object] | None = None,
         compile: bool | str = False,
-        recompute: bool = False,
+        recompute: bool | What = False,
         fsdp: bool = True,
     ) -> None:
         self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss

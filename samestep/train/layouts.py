@@ -110,6 +110,11 @@ def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdam
     keywords |= {"overrides": _overrides(options), **LAYOUTS[options.placed].keywords}
     keywords["state_dtypes"] = state_dtypes_of(options.state)
     keywords["offload"] = offload_of(options.offload)
+    keywords["bucket_size"] = options.bucket_size
+    if options.parameters == "bf16":
+        keywords["master_weights"] = True
+        for param in model.parameters():  # positions and what balances experts stay in 32 bits
+            param.data = param.data.bfloat16()
     degrees = degrees_of(options, world)
     sizes = {name: value for name, value in vars(degrees).items() if name != "world"}
     mesh = build(**sizes, device_type=world.device.type)
@@ -126,7 +131,7 @@ def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdam
         adapt=_adapter(options, mesh) if options.lora else None,
         compile=decision.compile,
         fsdp=LAYOUTS[options.placed].kind == "parts",
-        recompute=options.recompute,
+        recompute=False if options.recompute == "none" else options.recompute,
     )
     try:
         return stack.optimizer(**keywords), stack, decision

@@ -12,7 +12,7 @@ from samestep.models.gpt import GPTConfig
 from samestep.parallel.grouped import Products
 from samestep.tooling.request import BadRequestError, parse_flags, spelled
 
-Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
+Layout = Literal["none", "zero1", "zero2", "flat_zero1", "flat", "fsdp2", "hsdp"]
 ROUTED = 8  # experts of --moe
 
 
@@ -32,6 +32,7 @@ LAYOUTS: dict[Layout, LayoutKeywords] = {
     "none": LayoutKeywords("whole", {"sharding": "none"}),
     "zero1": LayoutKeywords("whole", {"sharding": "zero1", **_OVERLAP}),
     "zero2": LayoutKeywords("whole", {"sharding": "zero2", **_OVERLAP}),
+    "flat_zero1": LayoutKeywords("whole", {"sharding": "zero1", **_OVERLAP, **_FLAT}),
     "flat": LayoutKeywords("whole", {"sharding": "zero2", **_OVERLAP, **_FLAT}),
     "fsdp2": LayoutKeywords("parts", {}),
     "hsdp": LayoutKeywords("parts", {}),
@@ -51,7 +52,7 @@ class Options:
     steps: Annotated[int, "where the run ends, and its schedules"] = 300
 
     layout: Annotated[
-        Literal["auto", "none", "zero1", "zero2", "flat", "fsdp2", "hsdp"],
+        Literal["auto", "none", "zero1", "zero2", "flat_zero1", "flat", "fsdp2", "hsdp"],
         "where parameters, gradients and state live; auto: zero2, or fsdp2 with the axes below, "
         "beside which every layout goes",
     ] = "auto"
@@ -68,7 +69,10 @@ class Options:
         Literal["1f1b", "interleaved"], "of the pipeline; interleaved: two stages on each rank"
     ] = "1f1b"
     compile: Annotated[bool, "compile blocks, where no gate is closed"] = False
-    recompute: Annotated[bool, "blocks compute again in backward what they would have kept"] = False
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        "what blocks compute again in backward; selective: not matrix products and attention",
+    ] = "none"
     state: Annotated[StateWord, "how moments and momenta are kept: in 32 bits, or fewer"] = (
         "float32"
     )
@@ -78,6 +82,12 @@ class Options:
         "ordered: the same bits every time; fast: whatever the backend does",
     ] = "ordered"
     dtype: Annotated[Literal["fp32", "bf16"], "of the matrix products; weights stay fp32"] = "fp32"
+    parameters: Annotated[
+        Literal["fp32", "bf16"], "dtype of parameters; bf16: with main parameters in fp32 beside"
+    ] = "fp32"
+    bucket_size: Annotated[
+        int | None, "elements that travel together; if not given, by ranks and links"
+    ] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], "auto: a GPU if there is one"] = "auto"
 
     context: Annotated[int, "bytes per sequence"] = 64
@@ -135,7 +145,9 @@ class Options:
             self._need(name, getattr(self, name) >= 1, "at least 1")
         for name in ("experts", "warmup", "momentum_warmup"):
             self._need(name, getattr(self, name) >= 0, "at least 0")
-        self._need("micro_batch", self.micro_batch is None or self.micro_batch >= 1, "at least 1")
+        for name in ("micro_batch", "bucket_size"):
+            given = getattr(self, name)
+            self._need(name, given is None or given >= 1, "at least 1")
         self._need("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
         for name in ("lr", "max_grad_norm"):
             self._need(name, 0 < getattr(self, name) < math.inf, "above 0")
@@ -165,6 +177,11 @@ class Options:
             raise BadRequestError(
                 "--compile is about blocks that an axis cuts: add --tp, --ep, --pp, --replicate or "
                 "--fsdp, or leave it out"
+            )
+        if self.compile and self.recompute == "selective":
+            raise BadRequestError(
+                "--recompute selective looks at single operations, and --compile leaves none: take "
+                "--recompute full, or drop one"
             )
         if self.sp and self.tp == 1:
             raise BadRequestError("--sp divides the sequence among the ranks of --tp, which is 1")

@@ -8,6 +8,7 @@ divide it by index, so that their number may change from one start to the next.
 """
 
 import os
+import platform
 import signal
 import threading
 import time
@@ -293,6 +294,13 @@ class Trainer:
             "layout": options.placed,
             "ranks": self.world.size,
             "device": str(self.world.device.type),
+            **self.world.running._asdict(),
+            "versions": {
+                "samestep": samestep.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "machine": platform.machine(),
             "options": asdict(options),
         }
         self.journal.add(event)

@@ -15,12 +15,28 @@ from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.tooling.request import BadRequestError
 
 
+class Running(NamedTuple):
+    """Over what ranks talk, as a log tells it.
+
+    requested_backend: what `--device` asks for: "nccl" of GPUs, "gloo" of a CPU; None: auto, which
+        takes what there is.
+    runtime_mode: "torchrun", "one process", or "caller", whose process group it is.
+    fallback_reason: why it is another one than would be best here; None: it is that one.
+    """
+
+    requested_backend: str | None = None
+    actual_backend: str = "gloo"
+    runtime_mode: str = "one process"
+    fallback_reason: str | None = None
+
+
 class World(NamedTuple):
     """All ranks, and this one among them."""
 
     rank: int
     size: int
     device: torch.device
+    running: Running = Running()
 
     def share(self, items: Tensor) -> Tensor:
         """This rank's part of what all ranks divide among them, by index; sizes differ by one."""
@@ -53,27 +69,43 @@ def joined(device: str) -> Iterator[World]:
     """Join the ranks that torchrun has started, or be the only one; leave them at the end."""
     place = torchrun_rank() or TorchrunRank(0, 1, 0, 1)
     here = _device(device, place)
+    asked = {"cuda": "nccl", "cpu": "gloo"}.get(device)
     if dist.is_initialized():  # by whoever called: they end it, too
-        yield World(dist.get_rank(), dist.get_world_size(), here)
+        actual = dist.get_backend()
+        reason = None if asked in (None, actual) else "the process group was there already"
+        running = Running(asked, actual, "caller", reason)
+        yield World(dist.get_rank(), dist.get_world_size(), here, running)
         return
     if place.local_world_size == place.world_size and sys.platform == "linux":
         # On one machine: its own name may not resolve to an address that gloo can use.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # NCCL refuses two ranks on one GPU, unless its environment allows that; gloo takes them.
-    own_gpu = here.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
-    over_nccl = own_gpu or (here.type == "cuda" and sharing_problem() is None)
-    backend = "nccl" if over_nccl else "gloo"
+    reason = None if device == "cpu" else _no_nccl(here, place)
+    backend = "nccl" if here.type == "cuda" and reason is None else "gloo"
     dist.init_process_group(
         backend,
         store=_store(),
         rank=place.rank,
         world_size=place.world_size,
-        device_id=here if over_nccl else None,
+        device_id=here if backend == "nccl" else None,
     )
+    mode = "one process" if torchrun_rank() is None else "torchrun"
     try:
-        yield World(place.rank, place.world_size, here)
+        running = Running(asked, backend, mode, reason)
+        yield World(place.rank, place.world_size, here, running)
     finally:
         dist.destroy_process_group()
+
+
+def _no_nccl(here: torch.device, place: TorchrunRank) -> str | None:
+    """Why ranks do not talk over NCCL; None: they do."""
+    if here.type != "cuda":
+        return "torch sees no GPU"
+    gpus = torch.cuda.device_count()
+    if place.local_world_size <= gpus:
+        return None
+    problem = sharing_problem()
+    return problem and f"{place.local_world_size} ranks share {gpus} GPUs: {problem}"
 
 
 def _store() -> dist.Store:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.mesh import build
 from samestep.models import gpt
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel import experts
-from samestep.parallel.recompute import once, recompute
+from samestep.parallel.recompute import once, recompute, what_of
 from samestep.parallel.stack import Stack
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
@@ -42,12 +43,12 @@ def one_step(model):
     return {"loss": loss.detach(), **grads, **dict(model.named_buffers())}
 
 
-def both(change=lambda model: None):
+def both(change=lambda model: None, what="full"):
     torch.manual_seed(0)
     model = GPT(EXPERTS)
     again = copy.deepcopy(model)
     for block in again.blocks:
-        recompute(block)
+        recompute(block, what=what)
     change(again)
     return one_step(model), one_step(again)
 
@@ -57,7 +58,8 @@ def differing(plain, again):
     return [name for name, value in plain.items() if not torch.equal(value, again[name])]
 
 
-def test_the_same_bits_and_counts():
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_the_same_bits_and_counts(what):
     runs = []
     watch = gpt.MixtureOfExperts.forward
 
@@ -67,7 +69,7 @@ def test_the_same_bits_and_counts():
 
     gpt.MixtureOfExperts.forward = counted
     try:
-        plain, again = both()
+        plain, again = both(what=what)
     finally:
         gpt.MixtureOfExperts.forward = watch
     assert len(runs) == 2 + 4  # two layers, and both of them twice
@@ -110,16 +112,32 @@ def test_another_choice_in_the_recomputation_is_seen(monkeypatch):
 def test_less_is_kept():
     """Of four blocks, only one at a time has what backward needs."""
     torch.manual_seed(0)
-    peaks = []
-    for again in (False, True):
+    peaks, products = [], []
+    for what in (None, "selective", "full"):
         model = GPT(GPTConfig(**{**SHAPE, "layers": 4, "width": 64}))
-        for block in model.blocks if again else ():
-            recompute(block)
+        for block in model.blocks if what else ():
+            recompute(block, what=what)
         inputs, targets = batch(rows=32)
-        with peak_bytes() as peak:
+        with peak_bytes() as peak, Products() as counted:
             mean_loss(model(inputs), targets).backward()
+        products.append(counted.calls)
         peaks.append(peak.value - sum(4 * param.numel() for param in model.parameters()))
-    assert peaks[1] < peaks[0] / 2
+    assert peaks[2] < peaks[1] < peaks[0]
+    assert peaks[2] < peaks[0] / 2
+    # Of a layer queries, keys, values, output and up; nobody needs what down gives.
+    assert products == [products[0], products[0], products[0] + 4 * 5]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_without_gradients_a_block_runs_once_as_ever():
@@ -159,6 +177,11 @@ def test_mistakes():
     recompute(block)
     with pytest.raises(ValueError, match="recomputed already"):
         recompute(block)
+    with pytest.raises(ValueError, match='take "full", or leave compile out'):
+        recompute(nn.Linear(2, 2), "eager", "selective")
+    for nonsense in ("some", 1, None):
+        with pytest.raises(ValueError, match='recompute must be True, False, "full" or "selective'):
+            what_of(nonsense)
     wayward, times = nn.Module(), [1, 2]
 
     def forward(x):
@@ -187,7 +210,8 @@ FOUR_RANKS = {"tp sp ep": {**SP, "ep": 2}, "tp sp pp": {**SP, "pp": 2}}
 def train(rank, meshes):
     """Losses, parameters and counts of each mesh, without and with recomputation."""
     torch.set_num_threads(1)
-    return {name: [_train(mesh, again) for again in (False, True)] for name, mesh in meshes.items()}
+    ways = (False, True, "selective")
+    return {name: [_train(mesh, again) for again in ways] for name, mesh in meshes.items()}
 
 
 def _train(axes, again):
@@ -215,8 +239,9 @@ def _train(axes, again):
 )
 def test_meshes_end_with_the_same_bits(ranks, meshes):
     for of_rank in run_forked(ranks, train, meshes):
-        for name, (plain, again) in of_rank.items():
+        for name, (plain, again, selective) in of_rank.items():
             assert differing(plain, again) == [], name
+            assert differing(plain, selective) == [], name
             loads = [value for key, value in again.items() if key.endswith("mlp.load")]
             assert loads
             assert all(load.sum() > 0 for load in loads)

@@ -70,7 +70,8 @@ def test_a_run_goes_on_where_data_ranks_keep_copies(tmp_path):
     data = text_file(tmp_path)
     shape = {**SHAPE, **EXPERTS, "batch_size": 8}
     arguments = words(tmp_path / "out", data, **shape)
-    meshes = ["--tp 2 --sp --layout zero2", "--ep 2 --layout flat", "--pp 2 --layout zero1"]
+    stages = "--pp 2 --layout flat_zero1 --bucket-size 900 --recompute full"
+    meshes = ["--tp 2 --sp --layout zero2", "--ep 2 --layout flat", stages]
     given = [[*arguments, *mesh.split()] for mesh in meshes]
     assert run_forked(4, go_on, EACH, given) == [[130, 130, 0]] * 4
     assert train(1, words(tmp_path / "alone", data, **shape)) == [0]
@@ -99,6 +100,7 @@ def test_factors_on_a_mesh(tmp_path):
         ("--replicate 2 --layout zero1", "--layout zero1 leaves every data rank a copy, and"),
         ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1"),
         ("--compile", "--compile is about blocks that an axis cuts: add --tp"),
+        ("--tp 2 --compile --recompute selective", "--compile leaves none: take --recompute full"),
         ("--ep 2", "--ep: about experts, and there are none: add --moe"),
         ("--null-experts 1 --z-loss 0.1", "--null-experts, --z-loss: about experts, and there are"),
         ("--moe --z-loss -1", "--z-loss must be at least 0, got -1.0"),

@@ -43,7 +43,7 @@ def test_router_losses_on_meshes_are_those_of_one_process(tmp_path):
     # Not even, and not a loss that is there by chance.
     assert all(value > 1.0001 for value in alone["balance_loss"].values())
     two = words(tmp_path / "ep", data, **shape, ep=2)
-    four = [*words(tmp_path / "all", data, **shape, ep=2, tp=2), "--sp", "--recompute"]
+    four = [*words(tmp_path / "all", data, **shape, ep=2, tp=2), "--sp", "--recompute", "full"]
     assert run_forked(2, run_all, [two]) == [[0]] * 2
     assert run_forked(4, run_all, [four]) == [[0]] * 4
     expect_the_same(logged(tmp_path / "ep"), alone)
@@ -76,10 +76,10 @@ def test_recomputation_ends_with_the_same_bits(tmp_path):
     data = text_file(tmp_path)
     shape = {**UNEVEN, "balance_loss": 0.1, "dropout": 0.1, "capacity": 1.0}
     commands = []
-    for layout in ("flat", "fsdp2"):
+    for layout, what in (("flat", "selective"), ("fsdp2", "full")):
         commands.append(words(tmp_path / layout, data, **shape, layout=layout))
         again = words(tmp_path / f"{layout} again", data, **shape, layout=layout)
-        commands.append([*again, "--recompute"])
+        commands.append([*again, "--recompute", what])
     assert run_forked(2, run_all, commands) == [[0] * 4] * 2
     for layout in ("flat", "fsdp2"):
         found = logged(tmp_path / f"{layout} again")

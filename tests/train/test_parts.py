@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from samestep import cli
 from samestep.models.gpt import GPT, GPTConfig, MixtureOfExperts
 from samestep.tooling.request import BadRequestError
+from samestep.train import world
 from samestep.train.corpus import Order, load_file, validation_starts
 from samestep.train.journal import Journal, display
 from samestep.train.options import Options, parse
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("no_torchrun")
         (["surprise"], "unrecognized arguments: surprise"),
         (["--layout", "ddp"], "argument --layout: invalid choice: 'ddp'"),
         (["--micro-batch", "0"], "--micro-batch must be at least 1, got 0"),
+        (["--bucket-size", "0"], "--bucket-size must be at least 1, got 0"),
         (["--warmup", "-1"], "--warmup must be at least 0, got -1"),
         (["--lr", "nan"], "--lr must be above 0, got nan"),
         (["--max-grad-norm", "0"], "--max-grad-norm must be above 0"),
@@ -65,9 +68,11 @@ def test_out_that_is_a_file_is_refused(tmp_path, capsys):
 
 def test_help_shows_every_flag_and_its_default(capsys):
     assert cli.main(["train", "--help"]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())  # wherever lines end
     assert "usage: samestep train" in shown
-    for text in ("--layout {auto,none,zero1,zero2,flat,fsdp2,hsdp}", "--batch-size INT", "(16)"):
+    for text in (
+        "--layout {auto,none,zero1,zero2,flat_zero1,flat,fsdp2,hsdp}", "--batch-size INT", "(16)",
+    ):  # fmt: skip
         assert text in shown
 
 
@@ -195,6 +200,39 @@ def test_experts_mix_those_with_the_highest_scores():
         torch.testing.assert_close(found[place], expected)
     assert experts.load.sum() == 3 * 5 * 2
     assert experts(x[:0]).shape == (0, 5, 16)
+
+
+SHARED = "NCCL lets ranks share a GPU only with"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "ranks", "told"),
+    [
+        ("auto", 0, 1, (None, "gloo", "one process", "torch sees no GPU")),
+        ("auto", 0, 2, (None, "gloo", "torchrun", "torch sees no GPU")),
+        ("cpu", 2, 2, ("gloo", "gloo", "torchrun", None)),
+        ("auto", 2, 2, (None, "nccl", "torchrun", None)),
+        ("cuda", 2, 2, ("nccl", "nccl", "torchrun", None)),
+        ("cuda", 1, 2, ("nccl", "gloo", "torchrun", f"2 ranks share 1 GPUs: {SHARED}")),
+    ],
+)
+def test_what_ranks_talk_over_is_told_with_the_reason(monkeypatch, device, gpus, ranks, told):
+    began = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: began.append(backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(world, "sharing_problem", lambda: SHARED)
+    monkeypatch.setattr(world, "_store", dist.HashStore)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    if ranks > 1:
+        here = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+        for name, value in here.items():
+            monkeypatch.setenv(name, str(value))
+    with world.joined(device) as joined:
+        assert tuple(joined.running) == told
+    assert began == [told[1]]
 
 
 def test_a_busy_expert_becomes_less_likely():

@@ -51,6 +51,10 @@ def test_loss_falls(undisturbed):
 def test_log_tells_what_ran(undisturbed):
     start, *_, end = rows(undisturbed.out)
     assert (start["event"], start["ranks"], start["layout"]) == ("started", 2, "zero2")
+    receipt = ("requested_backend", "actual_backend", "runtime_mode", "fallback_reason")
+    assert [start[key] for key in receipt] == ["gloo", "gloo", "caller", None]
+    assert start["versions"]["torch"] == torch.__version__
+    assert start["versions"].keys() == {"samestep", "torch", "python"}
     assert end == {"step": STEPS, "event": "saved"}
     steps = [row for row in rows(undisturbed.out) if "loss" in row]
     assert steps[0]["lr"] == pytest.approx(0.015)
@@ -118,7 +122,7 @@ def test_a_second_ctrl_c_tells_that_nothing_is_saved(undisturbed, tmp_path, capf
 
 
 def test_every_layout_has_the_same_losses(undisturbed, tmp_path):
-    layouts = ["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
+    layouts = ["none", "zero1", "zero2", "flat_zero1", "flat", "fsdp2", "hsdp"]
     given = {"steps": 2, "log_every": 1, **RICH}
     short = [words(tmp_path / own, undisturbed.data, layout=own, **given) for own in layouts]
     assert run_forked(2, run_all, short) == [[0] * len(layouts)] * 2
@@ -182,6 +186,47 @@ def test_bf16_stays_close(undisturbed, tmp_path):
     run = Run(tmp_path / "out", undisturbed.data)
     assert train(1, words(*run, steps=2, dtype="bf16")) == [0]
     assert losses(run.out)[2] < losses(run.out)[1]
+
+
+def keeps(rank, commands):
+    """The statuses of runs; what their optimizers keep and send at once."""
+    found = []
+    world = World(rank, 2, torch.device("cpu"))
+    for command in commands:
+        options = parse(command, "train")
+        model = GPT(options.model)
+        opt = place(model, options, world)[0]
+        state = {key for entry in opt.state.values() for key in entry}
+        dtypes = {param.dtype for param in model.parameters()}
+        found.append((dtypes, "master_weight" in state, opt.layout_lines()))
+    return run_all(rank, commands), found
+
+
+@pytest.mark.parametrize("layout", ["flat_zero1", "fsdp2"])
+def test_16_bit_parameters_with_main_parameters_beside(undisturbed, tmp_path, layout):
+    """As Megatron's distributed optimizer runs: flat zero1, buckets of a size, 16 bits."""
+    flags = {"layout": layout, "steps": 3, "log_every": 1, "save_every": 3, "eval_every": 3}
+    narrow = words(
+        tmp_path / "narrow", undisturbed.data, **flags, parameters="bf16", bucket_size=500,
+        recompute="selective",
+    )  # fmt: skip
+    wide = words(tmp_path / "wide", undisturbed.data, **flags)
+    (statuses, (of_narrow, of_wide)), _ = run_forked(2, keeps, [narrow, wide])
+    assert statuses == [0, 0]
+    assert of_narrow[:2] == ({torch.bfloat16}, True)
+    assert of_wide[:2] == ({torch.float32}, False)
+    assert "bucket_size = 500" in of_narrow[2]
+    assert "bucket_size = None" in of_wide[2]
+    found, expected = losses(tmp_path / "narrow"), losses(tmp_path / "wide")
+    assert found != expected
+    assert found == pytest.approx(expected, rel=0.01)
+    # What was saved in 16 bits goes on in 32: parameters are the main parameters then.
+    again = words(tmp_path / "narrow", undisturbed.data, **{**flags, "steps": 4})
+    assert train(2, again) == [0, 0]
+    wider = words(tmp_path / "wide", undisturbed.data, **{**flags, "steps": 4})
+    assert train(2, wider) == [0, 0]
+    found, expected = losses(tmp_path / "narrow"), losses(tmp_path / "wide")
+    assert found[4] == pytest.approx(expected[4], rel=0.01)
 
 
 def test_a_run_that_is_done_has_nothing_to_do(undisturbed, tmp_path):

@@ -97,7 +97,7 @@ def prepare() -> None:
     """
     importlib.import_module("torch._dynamo")  # which hooks and compiled rules import
     for name in ("block_exchange", "gradients", "sharded"):
-        importlib.import_module(f"samestep.placements.parts.{name}")
+        importlib.import_module(f"samestep.shards.dtensor.{name}")
     importlib.import_module("samestep.checkpoint")
     matrix = nn.Parameter(torch.eye(2))
     matrix.grad = torch.eye(2)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import samestep
-from samestep.placements import planner
+from samestep.shards import planner
 from samestep.stress import check
 from tests.ranks import run_cases, run_forked
 from tests.soak import some, twin

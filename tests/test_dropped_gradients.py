@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 from samestep.comm.presence import RankProblemError
-from samestep.placements.whole.reduced_gradient import GradientIsReducedError
+from samestep.shards.replicated.reduced_gradient import GradientIsReducedError
 from tests import test_copies
 from tests.ranks import run_cases, run_forked
 from tests.soak import SOAK, twin

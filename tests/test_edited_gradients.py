@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
-from samestep.placements.whole.reduced_gradient import GradientIsReducedError
+from samestep.shards.replicated.reduced_gradient import GradientIsReducedError
 from tests.ranks import run_forked
 from tests.soak import SOAK, twin
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from samestep.placements.whole.awaited import ARRIVAL
+from samestep.shards.replicated.awaited import ARRIVAL
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
 from tests.soak import SOAK

@@ -16,7 +16,7 @@ import samestep
 TESTS = Path(__file__).parent
 # Rooms whose names are inside; every other one is a command, a library of its own, or a formula.
 INSIDE = {
-    "comm", "estimate", "groups", "kernels", "layout", "optimizer", "placements", "plan", "update",
+    "comm", "estimate", "groups", "kernels", "layout", "optimizer", "plan", "shards", "update",
 }  # fmt: skip
 # What users catch, or read in docs/api.md.
 PUBLIC = {
@@ -25,12 +25,12 @@ PUBLIC = {
     "samestep.comm.presence.RankProblemError",
     "samestep.groups.distribution.Distribution",
     "samestep.groups.step_options.StepOptions",
-    "samestep.placements.whole.reduced_gradient.GradientIsReducedError",
+    "samestep.shards.replicated.reduced_gradient.GradientIsReducedError",
 }
 HARNESS = {  # shared by tests: when the core changes, so may these
     "conftest.py": {"comm.groups.registry"},
     "checkpoint/training.py": {"layout.boxes.local_of"},
-    "ranks.py": {"placements.parts."},
+    "ranks.py": {"shards.dtensor."},
 }
 EXCEPTIONS = {
     "acceptance/test_flat.py": {
@@ -61,10 +61,10 @@ EXCEPTIONS = {
     "mesh/test_build.py": {"comm.groups.registry"},
     "nccl/test_restart.py": {"comm.nccl.sharing_problem"},
     "nccl/test_shared_gpu.py": {"comm.nccl.sharing_problem"},
-    "parallel/test_fused.py": {"placements.parts.gradients.combine_gradients"},
+    "parallel/test_fused.py": {"shards.dtensor.gradients.combine_gradients"},
     "parallel/test_fused_checkpoints.py": {"layout.fused_rows.parts_apart"},
-    "parallel/test_own_model.py": {"placements.parts.gradients.combine_gradients"},
-    "parallel/test_pipeline.py": {"placements.whole.reduction.GradientReducer"},
+    "parallel/test_own_model.py": {"shards.dtensor.gradients.combine_gradients"},
+    "parallel/test_pipeline.py": {"shards.replicated.reduction.GradientReducer"},
     "parallel/test_pipeline_checkpoints.py": {"comm.diagnosis.roll_call.ANSWER_S"},
     "planning/test_command.py": {"estimate.configs"},
     "rules/emulation_case.py": {
@@ -78,12 +78,12 @@ EXCEPTIONS = {
     "stress/test_check.py": {"comm.integrity.differences"},
     "stress/test_check_cuda.py": {"comm.integrity.checksum.checksum"},
     "stress/test_mutants.py": {
-        "placements.whole.reduction",
-        "placements.whole.reduction.GradientReducer",
+        "shards.replicated.reduction",
+        "shards.replicated.reduction.GradientReducer",
     },
     "test_assumptions.py": {"optimizer.assumptions.REGISTER"},
     "test_consolidated.py": {"optimizer.saved_state"},
-    "test_copies.py": {"placements.planner"},
+    "test_copies.py": {"shards.planner"},
     "test_every_mesh.py": {"comm.meshes.held", "comm.meshes.mesh_group"},
     "test_failures.py": {
         "comm.collectives.total",
@@ -91,7 +91,7 @@ EXCEPTIONS = {
         "comm.diagnosis.roll_call.ANSWER_S",
         "comm.groups.registry",
     },
-    "test_flat_gather.py": {"placements.whole.awaited.ARRIVAL"},
+    "test_flat_gather.py": {"shards.replicated.awaited.ARRIVAL"},
     "test_group_keys.py": {"groups.group_keys.OF_THE_OPTIMIZER", "groups.group_keys.PEERS"},
     "test_hyperparameters.py": {"comm.presence.presence_elements"},
     "test_keywords.py": {
@@ -102,7 +102,7 @@ EXCEPTIONS = {
     "test_master_weights.py": {"layout.boxes.local_of"},
     "test_mistakes.py": {"groups.mistakes"},
     "test_offload.py": {"plan.windows"},
-    "test_overlap.py": {"placements.whole.reduced_gradient.ReducedGradient"},
+    "test_overlap.py": {"shards.replicated.reduced_gradient.ReducedGradient"},
     "test_qk_clip.py": {"layout.fused_rows.rows_in"},
     "test_sharded_more.py": {"comm.exchange"},
     "test_shared_memory.py": {"layout.memory.overlap"},
@@ -112,7 +112,7 @@ EXCEPTIONS = {
         "optimizer.recorded_step.StepShape",
         "optimizer.recorded_step._refuse",
     },
-    "test_two_optimizers.py": {"placements.whole.reduced_gradient.ReducedGradient"},
+    "test_two_optimizers.py": {"shards.replicated.reduced_gradient.ReducedGradient"},
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import samestep
 from samestep.comm.presence import RankProblemError
-from samestep.placements.whole.reduced_gradient import ReducedGradient
+from samestep.shards.replicated.reduced_gradient import ReducedGradient
 from tests.ranks import run_cases, run_forked, run_threaded
 from tests.soak import SOAK
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.placements.whole.reduced_gradient import ReducedGradient
+from samestep.shards.replicated.reduced_gradient import ReducedGradient
 from tests.ranks import run_forked
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 300, "crossover": 1}

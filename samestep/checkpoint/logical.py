@@ -32,10 +32,10 @@ from samestep.groups.param_groups import (
 from samestep.layout.boxes import Box, HeldBox, HeldState, whole_box
 from samestep.layout.fused_rows import in_order, parts_apart, rows_in, whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.whole.gathering import wait_for_anyone
 from samestep.rules.converted import present_master
 from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER_KEY, join_remainder
+from samestep.shards.replicated.gathering import wait_for_anyone
 
 MODEL, STATE = "model", "state"
 GroupFacts = dict[str, Any]  # "params": names, "options": by key

@@ -35,15 +35,6 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.local import KnownGroup, LocalParameters
-from samestep.placements.parts.local_shards import refuse_cut_scales
-from samestep.placements.placement import PlanMembers
-from samestep.placements.registry import KINDS, kind_of, require_kind
-from samestep.placements.whole.buffers import gradient_dtype
-from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
-from samestep.placements.whole.planned import levels_of
-from samestep.placements.whole.planned import planned as planned_shares
-from samestep.placements.windows import Unit, Windows
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.links import Fabric, usual_links
 from samestep.plan.mesh_shares import even_share
@@ -51,6 +42,15 @@ from samestep.plan.replicated_gradients import ReplicatedAlong, replicated_along
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
 from samestep.rules.state import StoredTensors
+from samestep.shards.dtensor.local_shards import refuse_cut_scales
+from samestep.shards.local import KnownGroup, LocalParameters
+from samestep.shards.placement import PlanMembers
+from samestep.shards.registry import KINDS, kind_of, require_kind
+from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.local_tensors import REPLICATED, SUMMAND
+from samestep.shards.replicated.planned import levels_of
+from samestep.shards.replicated.planned import planned as planned_shares
+from samestep.shards.windows import Unit, Windows
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
@@ -222,12 +222,12 @@ def blueprint(
     for group in groups:
         for name, param in zip(group["param_names"], group["params"], strict=True):
             found = spread(name, param) if spread else None
-            kind = kind_of(param).name if found is None else "parts"  # it will be a DTensor
+            kind = kind_of(param).name if found is None else "dtensor"  # it will be a DTensor
             require_kind(kind, PLACED, f"estimate, which {name!r} needs", f"PLACED of {__name__}")
             asked.kinds[param] = kind
             if found is not None:
                 asked.lie[param] = found
-            elif kind == "parts":
+            elif kind == "dtensor":
                 raise ValueError(f"{name!r} is a DTensor: spread= has to say how it will lie")
     present = set(asked.kinds.values())
     kinds = [kind.name for kind in KINDS if kind.name in present]  # as the optimizer has them
@@ -316,12 +316,12 @@ def _whole(asked: _Request) -> Iterator[Placed]:
         return  # one process: nothing is shared
     plain: dict[Peers, list[int]] = {everyone: []}
     for index, group in enumerate(asked.optimizer.param_groups):
-        if any(asked.kinds[param] == "whole" for param in group["params"]):
+        if any(asked.kinds[param] == "replicated" for param in group["params"]):
             plain.setdefault(asked.own_peers.get(index, everyone), []).append(index)
     for peers, indices in plain.items():
         if not indices:
             continue
-        members = asked.members(indices, lambda param: asked.kinds[param] == "whole")
+        members = asked.members(indices, lambda param: asked.kinds[param] == "replicated")
         params, specs, *_ = members
         own_outer, levels = outer if peers == everyone else None, 1
         if own_outer is None:
@@ -367,8 +367,11 @@ def _parts(asked: _Request) -> Iterator[Placed]:
         yield Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks)
 
 
-# What ranks will have of parameters, by the name of their kind in `placements.registry`.
-PLACED: dict[str, Callable[[_Request], Iterator[Placed]]] = {"whole": _whole, "parts": _parts}
+# What ranks will have of parameters, by the name of their kind in `shards.registry`.
+PLACED: dict[str, Callable[[_Request], Iterator[Placed]]] = {
+    "replicated": _whole,
+    "dtensor": _parts,
+}
 
 
 def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:

@@ -17,10 +17,10 @@ from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import Sharing
 from samestep.estimate.work import owner_flops, shape_flops
-from samestep.placements.whole.planned import bytes_of, largest_block, legs_in_a_row, width_of
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
+from samestep.shards.replicated.planned import bytes_of, largest_block, legs_in_a_row, width_of
 from samestep.stress.report.numbers import count, duration
 
 PRODUCT_DTYPE = torch.float16  # of orthogonalization on accelerators

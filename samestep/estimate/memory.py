@@ -25,11 +25,11 @@ from samestep.estimate.walks import (
     Walk,
 )
 from samestep.groups.param_groups import rule_of
-from samestep.placements.whole.buffers import gradient_dtype
-from samestep.placements.whole.piece_state import StatePacking
 from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import MASTERS, needs_master, whole_shapes
+from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.piece_state import StatePacking
 from samestep.update.lanes import Batch, dealt, temporary_bytes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 

@@ -16,12 +16,6 @@ from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.parts.planned import plan_chunks
-from samestep.placements.parts.planned import shape_of as shape_of_blocks
-from samestep.placements.placement import PlanMembers
-from samestep.placements.whole.buffers import gradient_dtype
-from samestep.placements.whole.planned import shape_of as shape_of_shares
-from samestep.placements.windows import Unit, Windows
 from samestep.plan.chunks import Chunk
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.mesh_shares import primary_blocks, restrict_to_shards, shard_spec
@@ -30,6 +24,12 @@ from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketPolicy
 from samestep.rules.state import State, StoredTensors, block_state_shapes, state_shapes
+from samestep.shards.dtensor.planned import plan_chunks
+from samestep.shards.dtensor.planned import shape_of as shape_of_blocks
+from samestep.shards.placement import PlanMembers
+from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.planned import shape_of as shape_of_shares
+from samestep.shards.windows import Unit, Windows
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -318,7 +318,7 @@ def with_windows(own: OnRank, groups: Groups) -> PlacementShape:
 
 
 def windows_of(own: OnRank, groups: Groups) -> Windows:
-    """Of every bucket and chunk, as `placements.whole` and `placements.parts` cut them."""
+    """Of every bucket and chunk, as `shards.replicated` and `shards.dtensor` cut them."""
     units: dict[tuple[Stage, int], list[Unit]] = {}
     for number in range(len(own.shape.bucket_sizes)):
         units["update", number] = [_unit(each, groups) for each in own.updates(number)]

@@ -1,9 +1,9 @@
 """What is alive at every moment of a step, and the moment when that is most.
 
 `SharingWalk` has the memory of parameters that peers hold copies of, operation by operation: it
-follows `replicated`, `reduction` and `buffers` of `placements.whole`, and `parts.gradients`.
+follows `replicated`, `reduction` and `buffers` of `shards.replicated`, and `parts.gradients`.
 `SpreadingWalk` has that of DTensors and of blocks on their way: it follows
-`placements.parts.block_exchange`.
+`shards.dtensor.block_exchange`.
 DTensors that other meshes have copies of need both: one for buckets, one for chunks.
 """
 
@@ -16,12 +16,12 @@ import torch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
-from samestep.placements.whole.buffers import gradient_dtype, joint_gradient_dtype
 from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock
 from samestep.plan.exchanges import PackedPart
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment
 from samestep.plan.transfers import Traffic, Transfer, divides_first
+from samestep.shards.replicated.buffers import gradient_dtype, joint_gradient_dtype
 from samestep.update.lanes import Batch
 
 GRADIENTS, BUFFERS, TEMPORARIES = "gradients", "buffers", "temporaries"

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import RankGroup, registry
-from samestep.placements.parts.fsdp_units import called, fsdp_modules, grid
+from samestep.shards.dtensor.fsdp_units import called, fsdp_modules, grid
 
 
 def use_ordered_reduction(model: nn.Module) -> None:

@@ -35,8 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.groups import RankGroup, ranks_text, registry
 from samestep.comm.integrity.agreement import RanksDisagreeError, gather_rows
-from samestep.placements.parts.fsdp_units import called, fsdp_modules, grid, own_places
-from samestep.placements.parts.gradients import Mark
+from samestep.shards.dtensor.fsdp_units import called, fsdp_modules, grid, own_places
+from samestep.shards.dtensor.gradients import Mark
 
 BACKWARD = -1  # what a rank is about to do, in place of the number of a call
 

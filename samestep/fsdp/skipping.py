@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.fsdp.participation import Participation, participation_of
-from samestep.placements.parts.fsdp_units import nested_modules, own_places
+from samestep.shards.dtensor.fsdp_units import nested_modules, own_places
 
 
 def skip(module: nn.Module, x: Tensor) -> Tensor:

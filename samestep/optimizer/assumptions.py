@@ -18,9 +18,9 @@ from samestep.comm.groups import ranks_text
 from samestep.groups.param_groups import members
 from samestep.layout.fused_rows import rows_in
 from samestep.optimizer.holdings import Holdings
-from samestep.placements.registry import kind_of
-from samestep.placements.whole.buffers import gradient_dtype
 from samestep.rules.stored import REMAINDER
+from samestep.shards.registry import kind_of
+from samestep.shards.replicated.buffers import gradient_dtype
 from samestep.tooling.warn import some
 
 WIDTH = 100
@@ -292,7 +292,7 @@ def _managed_by_fsdp(facts: Facts) -> set[int]:
     """The DTensors that FSDP2 manages, by id."""
     if not facts.holds.sharded:
         return set()
-    from samestep.placements.parts.fsdp_units import managed_beside  # DTensors take long to import
+    from samestep.shards.dtensor.fsdp_units import managed_beside  # DTensors take long to import
 
     params = [param for sharded in facts.holds.sharded for param in sharded.params]
     return set(map(id, managed_beside(params)))
@@ -359,7 +359,7 @@ REGISTER: tuple[Assumption, ...] = (
         "averages",
         "The copies of every parameter are averaged by somebody, and by one only.",
         _who_averages,
-        "samestep.placements.copies:refuse_copies_nobody_averages",
+        "samestep.shards.copies:refuse_copies_nobody_averages",
         "at construction",
         "nothing where a mesh has all ranks, else 64 bytes and two bits for each rank, from each "
         "rank",
@@ -377,7 +377,7 @@ REGISTER: tuple[Assumption, ...] = (
         "Copies of a parameter have the same values when training begins and when a state is "
         "loaded.",
         _among_ranks,
-        "samestep.placements.whole.replicated:ReplicatedParameters.mend_replicas",
+        "samestep.shards.replicated.replicated:ReplicatedParameters.mend_replicas",
         "at construction",
         "a checksum of every parameter, of which 8 bytes travel",
     ),
@@ -393,7 +393,7 @@ REGISTER: tuple[Assumption, ...] = (
         "unchanged memory",
         "Parameters in flat buffers stay there, or are brought back; no parameter is expanded.",
         _among_ranks,
-        "samestep.placements.whole.replicated:ReplicatedParameters._parameter_problem",
+        "samestep.shards.replicated.replicated:ReplicatedParameters._parameter_problem",
         "in every step",
     ),
     Assumption(
@@ -430,7 +430,7 @@ REGISTER: tuple[Assumption, ...] = (
         "gradients placed alike",
         "The gradient of a DTensor is placed as the DTensor is.",
         _dtensors,
-        "samestep.placements.parts.sharded:ShardedParameters._gradient_problem",
+        "samestep.shards.dtensor.sharded:ShardedParameters._gradient_problem",
         "in every step",
     ),
     Assumption(
@@ -438,7 +438,7 @@ REGISTER: tuple[Assumption, ...] = (
         "The gradient of a DTensor that samestep averages is placed as the DTensor is, or is a "
         "summand of it, and stays what it was in the first step.",
         _dtensors_with_copies,
-        "samestep.placements.whole.reduction:GradientReducer._look_at_placements",
+        "samestep.shards.replicated.reduction:GradientReducer._look_at_placements",
         "in every step",
         "negligible time on the CPU; 8 bytes for each parameter until it is known of all",
     ),
@@ -447,14 +447,14 @@ REGISTER: tuple[Assumption, ...] = (
         "An optimizer that has not met another in one backward in its first step does not later: "
         "on ranks that lack a gradient their reductions would meet in another order.",
         _overlapped,
-        "samestep.placements.whole.launch_order:LaunchOrder.rival",
+        "samestep.shards.replicated.launch_order:LaunchOrder.rival",
         "in every step",
     ),
     Assumption(
         "gradients left alone",
         "Nobody changes a gradient after it was reduced inside backward.",
         _overlapped,
-        "samestep.placements.whole.reduction:GradientReducer._changed_gradient",
+        "samestep.shards.replicated.reduction:GradientReducer._changed_gradient",
         "in every step",
     ),
     Assumption(

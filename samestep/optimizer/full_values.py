@@ -8,11 +8,11 @@ from torch import Tensor
 
 from samestep.comm.collectives import from_first
 from samestep.groups.param_groups import Group, members
-from samestep.placements.placement import Placement
 from samestep.rules.converted import encoded, remainder_of, value_of
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import MASTER, MASTERS, State
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, join_remainder, split_remainder
+from samestep.shards.placement import Placement
 from samestep.update.plain import exact_value
 
 

@@ -29,18 +29,18 @@ from samestep.layout.blocks import Block
 from samestep.layout.boxes import local_of, mesh_of
 from samestep.layout.memory import overlap
 from samestep.optimizer.full_values import FullValues
-from samestep.placements.copies import refuse_kinds_of_some_ranks
-from samestep.placements.local import LocalParameters
-from samestep.placements.placement import Placement
-from samestep.placements.planner import Planner
-from samestep.placements.registry import kind_of
-from samestep.placements.whole.gathering import ParametersInFlight
-from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules.converted import from_other_master, other_master
 from samestep.rules.state import MASTER, State
+from samestep.shards.copies import refuse_kinds_of_some_ranks
+from samestep.shards.local import LocalParameters
+from samestep.shards.placement import Placement
+from samestep.shards.planner import Planner
+from samestep.shards.registry import kind_of
+from samestep.shards.replicated.gathering import ParametersInFlight
+from samestep.shards.replicated.replicated import ReplicatedParameters
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.sharded import ShardedParameters
+    from samestep.shards.dtensor.sharded import ShardedParameters
 
 States = dict[Tensor, State]
 
@@ -394,7 +394,7 @@ class Holdings:
     @property
     def sharded(self) -> "tuple[ShardedParameters, ...]":
         """DTensors, mesh by mesh."""
-        held = [p for p in self.placed if p.holds_parts and kind_of(p.params[0]).name == "parts"]
+        held = [p for p in self.placed if p.holds_parts and kind_of(p.params[0]).name == "dtensor"]
         return cast("tuple[ShardedParameters, ...]", tuple(held))
 
     def part(self) -> dict[str, Any] | None:

@@ -338,7 +338,7 @@ def _in_formats(
         per = stored[key].per if key in stored else 1
         found[key] = tensor
         if base is not None and mesh_of(base) is not None and per is not None:
-            from samestep.placements.parts.local_shards import placed_beside
+            from samestep.shards.dtensor.local_shards import placed_beside
 
             found[key] = placed_beside(base, tensor, per)  # type: ignore[arg-type]
     return found

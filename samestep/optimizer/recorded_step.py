@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.kernels.call import addresses_from, recorded
 from samestep.kernels.choice import missing
-from samestep.placements.local import KnownGroup
+from samestep.shards.local import KnownGroup
 from samestep.update.metrics import StepNumbers
 from samestep.update.plain import GroupMath
 from samestep.update.triton import KernelPlan, reason_against

@@ -42,14 +42,14 @@ from samestep.optimizer.holdings import Holdings, joint_call
 from samestep.optimizer.loading import PART, StateDict, with_plain_options
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
-from samestep.placements.local import plain
-from samestep.placements.whole.gathering import ParametersInFlight, wait_for_anyone
-from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules import checks
 from samestep.rules.state import State
+from samestep.shards.local import plain
+from samestep.shards.replicated.gathering import ParametersInFlight, wait_for_anyone
+from samestep.shards.replicated.replicated import ReplicatedParameters
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.sharded import ShardedParameters
+    from samestep.shards.dtensor.sharded import ShardedParameters
 
 Init = TypeVar("Init", bound=Callable[..., None])
 Params = (

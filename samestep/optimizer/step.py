@@ -28,8 +28,6 @@ from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.optimizer.holdings import Holdings
 from samestep.optimizer.norm_ahead import NormAhead
-from samestep.placements.local import LocalParameters
-from samestep.placements.placement import Placement
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -49,6 +47,8 @@ from samestep.plan.schedule import (
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
 from samestep.rules.state import State
+from samestep.shards.local import LocalParameters
+from samestep.shards.placement import Placement
 from samestep.update.compiled import CompiledRules
 from samestep.update.metrics import (
     Outliers,

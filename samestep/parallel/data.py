@@ -16,7 +16,7 @@ from samestep.mesh import Mesh
 from samestep.parallel.experts import Places, TokenDispatch
 from samestep.parallel.lora import lora_parameters
 from samestep.parallel.plan import Plan, PlanError
-from samestep.placements.parts.fsdp_units import grid
+from samestep.shards.dtensor.fsdp_units import grid
 
 
 def place_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

@@ -37,7 +37,7 @@ from samestep.layout.fused_rows import FusedRows, are_apart
 from samestep.mesh import Mesh
 from samestep.mesh.build import model_axis_in_two
 from samestep.parallel.plan import FusedPart, Plan, PlanError
-from samestep.placements.parts.gradients import placed
+from samestep.shards.dtensor.gradients import placed
 
 KEYS = ("weight", "bias")
 CUT_BY_PARTS = "FusedLinear computes with this rank's heads or rows of every part"

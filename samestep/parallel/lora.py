@@ -35,7 +35,7 @@ from samestep.groups.param_groups import name_matches
 from samestep.groups.routing import Elsewhere
 from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ShardRule
-from samestep.placements.parts.gradients import combine, is_partial
+from samestep.shards.dtensor.gradients import combine, is_partial
 
 FACTORS = ("lora_A", "lora_B")
 MODEL = "model"  # the axis of tensor parallel

@@ -24,8 +24,8 @@ from samestep.groups.routing import unwrapped
 from samestep.layout.boxes import mesh_of
 from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.whole.gathering import wait_for_anyone
 from samestep.rules import RULES
+from samestep.shards.replicated.gathering import wait_for_anyone
 
 if TYPE_CHECKING:
     from samestep.stress.outside_copies import OutsideCopies

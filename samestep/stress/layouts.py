@@ -7,17 +7,17 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from samestep.placements.registry import KINDS, require_kind
+from samestep.shards.registry import KINDS, require_kind
 
 if TYPE_CHECKING:
     from samestep.stress.scenario import Scenario
 
-# Where the parameters themselves are, by their kind in `placements.registry`.
+# Where the parameters themselves are, by their kind in `shards.registry`.
 Whole = Literal["plain", "two_optimizers", "spmd"]
 Parts = Literal["fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "copies", "hybrid", "fsdp2_alone"]
 KIND_OF: dict[str, str] = {
-    **dict.fromkeys(get_args(Whole), "whole"),
-    **dict.fromkeys(get_args(Parts), "parts"),
+    **dict.fromkeys(get_args(Whole), "replicated"),
+    **dict.fromkeys(get_args(Parts), "dtensor"),
 }
 
 

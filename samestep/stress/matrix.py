@@ -36,7 +36,7 @@ from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.router_losses import collect, set_share
 from samestep.parallel.stack import Stack
-from samestep.placements.parts.gradients import combine_gradients
+from samestep.shards.dtensor.gradients import combine_gradients
 from samestep.stress.receipt import versions
 from samestep.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
 from samestep.tooling.output import write_files

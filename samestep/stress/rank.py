@@ -19,7 +19,7 @@ from samestep.comm.messages import gather_everywhere
 from samestep.mesh.build import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
-from samestep.placements.state_store import PartsDisagreeError
+from samestep.shards.state_store import PartsDisagreeError
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, Layout
 from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 from samestep.stress.sharded_training import new_training

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import samestep
 from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.registry import kind_of
+from samestep.shards.registry import kind_of
 from samestep.stress.layouts import Layout
 from samestep.stress.models import named_params
 from samestep.stress.scenario import (

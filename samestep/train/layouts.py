@@ -130,7 +130,7 @@ def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdam
         ordered=options.reduction == "ordered",
         adapt=_adapter(options, mesh) if options.lora else None,
         compile=decision.compile,
-        fsdp=LAYOUTS[options.placed].kind == "parts",
+        fsdp=LAYOUTS[options.placed].kind == "dtensor",
         recompute=False if options.recompute == "none" else options.recompute,
     )
     try:

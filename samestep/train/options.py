@@ -29,13 +29,13 @@ class LayoutKeywords(NamedTuple):
 _OVERLAP = {"overlap_grad_reduce": True}
 _FLAT = {"buffers": "flat", "overlap_param_gather": True}
 LAYOUTS: dict[Layout, LayoutKeywords] = {
-    "none": LayoutKeywords("whole", {"sharding": "none"}),
-    "zero1": LayoutKeywords("whole", {"sharding": "zero1", **_OVERLAP}),
-    "zero2": LayoutKeywords("whole", {"sharding": "zero2", **_OVERLAP}),
-    "flat_zero1": LayoutKeywords("whole", {"sharding": "zero1", **_OVERLAP, **_FLAT}),
-    "flat": LayoutKeywords("whole", {"sharding": "zero2", **_OVERLAP, **_FLAT}),
-    "fsdp2": LayoutKeywords("parts", {}),
-    "hsdp": LayoutKeywords("parts", {}),
+    "none": LayoutKeywords("replicated", {"sharding": "none"}),
+    "zero1": LayoutKeywords("replicated", {"sharding": "zero1", **_OVERLAP}),
+    "zero2": LayoutKeywords("replicated", {"sharding": "zero2", **_OVERLAP}),
+    "flat_zero1": LayoutKeywords("replicated", {"sharding": "zero1", **_OVERLAP, **_FLAT}),
+    "flat": LayoutKeywords("replicated", {"sharding": "zero2", **_OVERLAP, **_FLAT}),
+    "fsdp2": LayoutKeywords("dtensor", {}),
+    "hsdp": LayoutKeywords("dtensor", {}),
 }
 
 
@@ -164,7 +164,7 @@ class Options:
     def _check_axes(self) -> None:
         """Refuse axes that make no sense together, whatever ranks there are."""
         by_fsdp = self.fsdp or self.lora or self.replicate > 1
-        if by_fsdp and LAYOUTS[self.placed].kind != "parts":
+        if by_fsdp and LAYOUTS[self.placed].kind != "dtensor":
             raise BadRequestError(
                 f"--layout {self.layout} leaves every data rank a copy, and --replicate, --fsdp "
                 "and --lora are about FSDP2: leave --layout out, or these"

@@ -19,7 +19,7 @@ from samestep.parallel.lora import LoRAError, add_lora
 from samestep.parallel.plan import FusedPart, Plan, PlanError
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
-from samestep.placements.parts.gradients import combine_gradients
+from samestep.shards.dtensor.gradients import combine_gradients
 from tests.parallel.fused_model import (
     HEAD,
     HEADS,

@@ -13,7 +13,7 @@ from samestep.parallel.experts import TokenDispatch, local
 from samestep.parallel.plan import Plan
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
-from samestep.placements.parts.gradients import combine_gradients
+from samestep.shards.dtensor.gradients import combine_gradients
 from tests.ranks import run_forked
 
 WIDTH, HIDDEN, EXPERTS = 8, 12, 4

@@ -321,7 +321,7 @@ def test_ranks_that_ask_for_different_things_are_refused():
 def test_reductions_wait_for_the_last_micro_batch(monkeypatch):
     """Launches of a stage are seen in its last backward pass alone, and no_sync() holds them."""
     from samestep.parallel.pipeline import Stage
-    from samestep.placements.whole.reduction import GradientReducer
+    from samestep.shards.replicated.reduction import GradientReducer
 
     events = []
     backward, launch = Stage.backward_one_chunk, GradientReducer.launch_next

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
+from samestep.shards.replicated.reduction import GradientReducer
 from samestep.stress.campaign import MutantRunner
 from samestep.stress.judge import CHECKS
 from samestep.stress.layouts import EVERY_LAYOUT
@@ -91,6 +91,6 @@ def test_patches_are_undone():
     for mutant in MUTANTS.values():
         with mutant.patch():
             pass
-    assert GradientReducer.take.__module__ == "samestep.placements.whole.reduction"
+    assert GradientReducer.take.__module__ == "samestep.shards.replicated.reduction"
     assert GradientReducer.take.__name__ == "take"
     assert muon.decay_weights.__name__ == "decay_weights"

@@ -87,7 +87,7 @@ WAITING_IN = (
         str(Path(torch.__file__).parent / name)
         for name in ("distributed", "autograd", "optim", "utils/_contextlib.py")
     ),
-    *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "placements")),
+    *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "shards")),
 )
 STANDARD_LIBRARY = str(Path(os.__file__).parent)
 

@@ -11,14 +11,14 @@ from samestep.comm import collectives
 from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.whole import planned, reduction
-from samestep.placements.whole.buffers import FlatGradients
-from samestep.placements.whole.gathering import ParameterGatherer
-from samestep.placements.whole.launch_order import LaunchOrder
-from samestep.placements.whole.reduction import GradientReducer
-from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
 from samestep.plan.transfers import Transfer, bucket_transfers
+from samestep.shards.replicated import planned, reduction
+from samestep.shards.replicated.buffers import FlatGradients
+from samestep.shards.replicated.gathering import ParameterGatherer
+from samestep.shards.replicated.launch_order import LaunchOrder
+from samestep.shards.replicated.reduction import GradientReducer
+from samestep.shards.replicated.replicated import ReplicatedParameters
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
 

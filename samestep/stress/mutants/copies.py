@@ -8,13 +8,13 @@ from torch import Tensor
 
 from samestep.comm.collectives import gather_segments
 from samestep.optimizer import step
-from samestep.placements import planner
-from samestep.placements.parts.gradients import MeshSums
-from samestep.placements.whole.reduction import GradientReducer
-from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import schedule
 from samestep.plan.schedule import BucketId, Collect, Gather, Operation
 from samestep.plan.sharding import Segment
+from samestep.shards import planner
+from samestep.shards.dtensor.gradients import MeshSums
+from samestep.shards.replicated.reduction import GradientReducer
+from samestep.shards.replicated.replicated import ReplicatedParameters
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
 PLACE: dict[str, Any] = {"layout": "tp_dp_zero2", "world": 4}

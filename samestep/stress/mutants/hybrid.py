@@ -15,12 +15,12 @@ from samestep.fsdp.participation import Unit
 from samestep.mesh.replicate_list import FUSED, ReplicateList
 from samestep.parallel import apply, data, lora, tensor
 from samestep.parallel.experts import Places
-from samestep.placements import planner
-from samestep.placements.parts import gradients
-from samestep.placements.parts.gradients import Mark
-from samestep.placements.parts.local_shards import LocalShards
-from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.rules.muon import MuonRule
+from samestep.shards import planner
+from samestep.shards.dtensor import gradients
+from samestep.shards.dtensor.gradients import Mark
+from samestep.shards.dtensor.local_shards import LocalShards
+from samestep.shards.replicated.launch_order import LaunchOrder
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
 GPT = "hybrid_gpt"

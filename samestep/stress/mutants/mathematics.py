@@ -11,10 +11,10 @@ from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
 from samestep.optimizer import saved_state, step
 from samestep.optimizer.grad_scaler import GradScaler
-from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
 from samestep.rules.state import Whereabouts
+from samestep.shards.replicated.reduction import GradientReducer
 from samestep.stress.mutants.mutant import RANDOM, mutant
 from samestep.stress.scenarios.recipes import SMALL_TOO
 from samestep.update import plain as apply

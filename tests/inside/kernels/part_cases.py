@@ -17,8 +17,8 @@ import samestep
 import samestep.kernels.call
 import samestep.kernels.muon
 import samestep.optimizer.step
-import samestep.placements.parts.block_exchange
-import samestep.placements.parts.kernel_stages
+import samestep.shards.dtensor.block_exchange
+import samestep.shards.dtensor.kernel_stages
 import samestep.update.triton
 from samestep.kernels.call import Step, Table
 from samestep.kernels.parts import (
@@ -34,9 +34,9 @@ from samestep.kernels.parts import (
     StepPart,
 )
 from samestep.layout.boxes import local_of
-from samestep.placements.parts.kernel_stages import KernelStages
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
+from samestep.shards.dtensor.kernel_stages import KernelStages
 from tests.inside.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random
 from tests.ranks import run_forked
 
@@ -273,13 +273,13 @@ def kernels(monkeypatch):
     monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
     if QUICK:
         monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
-    monkeypatch.setattr(samestep.placements.parts.block_exchange, "missing", lambda device: None)
+    monkeypatch.setattr(samestep.shards.dtensor.block_exchange, "missing", lambda device: None)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(
         samestep.update.triton, "kernels_run", lambda table, dtype, device: dtype.itemsize == 2
     )
     monkeypatch.setattr(samestep.kernels.muon, "orthogonalize_wide", one_by_one)
-    monkeypatch.setattr(samestep.placements.parts.kernel_stages, "KernelStages", Noticed)
+    monkeypatch.setattr(samestep.shards.dtensor.kernel_stages, "KernelStages", Noticed)
     return made
 
 

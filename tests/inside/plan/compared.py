@@ -9,10 +9,10 @@ from functools import wraps
 from itertools import islice
 
 from samestep.layout.boxes import Box
-from samestep.placements.whole import planned
 from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import Holdings, Key, addends, copies
 from samestep.plan.sharding import ShardingPlan
+from samestep.shards.replicated import planned
 
 SOME = 64  # buckets of a plan that are compared: large plans have thousands
 

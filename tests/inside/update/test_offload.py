@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.placements.windows import home_of
 from samestep.plan import windows
 from samestep.plan.windows import GRAIN, TensorSize, UnitSize
+from samestep.shards.windows import home_of
 from samestep.update.offload import LateCopies
 from tests.test_offload import _small_windows, assert_same, build, train  # noqa: F401
 

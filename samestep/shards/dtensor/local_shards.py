@@ -13,13 +13,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
-from samestep.placements.shards import same_objects
 from samestep.plan.chunks import PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Whereabouts
 from samestep.rules.stored import block_size
+from samestep.shards.shard import same_objects
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
 Slices = tuple[slice, ...]

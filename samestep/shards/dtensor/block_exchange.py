@@ -14,16 +14,16 @@ from torch import Tensor
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
-from samestep.placements.parts.local_chunk import BlockShard, LocalChunk
-from samestep.placements.parts.local_shards import LocalShards
-from samestep.placements.parts.planned import plan_chunks, shape_of
-from samestep.placements.placement import Arrived
-from samestep.placements.windows import Unit
 from samestep.plan.chunks import OF_WHOLE, PlannedBlock
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule, math_dtype
 from samestep.rules.state import State
+from samestep.shards.dtensor.local_chunk import BlockShard, LocalChunk
+from samestep.shards.dtensor.local_shards import LocalShards
+from samestep.shards.dtensor.planned import plan_chunks, shape_of
+from samestep.shards.placement import Arrived
+from samestep.shards.windows import Unit
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,
@@ -37,7 +37,7 @@ from samestep.update.plain import (
 )
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.kernel_stages import KernelStages, SpreadBlocks
+    from samestep.shards.dtensor.kernel_stages import KernelStages, SpreadBlocks
 
 
 class BlockExchange:
@@ -70,7 +70,7 @@ class BlockExchange:
         self._local_chunks = [LocalChunk(chunk, local) for chunk in self.chunks]
         self._stages = [PlainStages(chunk) for chunk in self._local_chunks]
         if missing(local.device) is None:
-            from samestep.placements.parts.kernel_stages import SpreadBlocks
+            from samestep.shards.dtensor.kernel_stages import SpreadBlocks
 
             self._kernels = SpreadBlocks(self._local_chunks)
 

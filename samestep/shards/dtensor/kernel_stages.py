@@ -16,11 +16,11 @@ from samestep.comm.exchange import PackedExchange
 from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
-from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
-from samestep.placements.parts.local_chunk import LocalChunk
-from samestep.placements.parts.local_shards import LocalShards
 from samestep.plan.chunks import OF_WHOLE
 from samestep.rules.stored import STEP
+from samestep.shards.dtensor.chunk_tables import ChunkTables, NotRowsError, OwnedBlocks
+from samestep.shards.dtensor.local_chunk import LocalChunk
+from samestep.shards.dtensor.local_shards import LocalShards
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
 from samestep.update.triton import can_run
 

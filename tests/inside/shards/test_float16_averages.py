@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
-from samestep.placements.whole import reduction
+from samestep.shards.replicated import reduction
 from tests.ranks import run_forked
 
 RANKS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from samestep.placements.whole import reduction
+from samestep.shards.replicated import reduction
 from tests.ranks import run_forked
 from tests.test_overlap import LAYERS, Net, build, loss_of
 

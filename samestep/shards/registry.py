@@ -34,16 +34,16 @@ class Kind(NamedTuple):
 
 KINDS = [
     Kind(
-        "whole",
+        "replicated",
         "plain tensors, of which every rank has a copy",
         lambda param: mesh_of(param) is None,
-        "samestep.placements.whole.replicated:ReplicatedParameters",
+        "samestep.shards.replicated.replicated:ReplicatedParameters",
     ),
     Kind(
-        "parts",
+        "dtensor",
         "DTensors, of which every rank of a mesh has a part",
         lambda param: mesh_of(param) is not None,
-        "samestep.placements.parts.sharded:ShardedParameters",
+        "samestep.shards.dtensor.sharded:ShardedParameters",
     ),
 ]
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from samestep.groups.param_groups import Group, rule_of
-from samestep.placements.shards import Shard, same_objects
-from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.placements.whole.piece_state import StatePacking, piece_shape
-from samestep.placements.windows import Unit, WindowPart, Windows
 from samestep.plan.schedule import WindowId
 from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import MatrixView, State, Whereabouts, matrix_views, whereabouts
+from samestep.shards.replicated.local_tensors import LocalTensors
+from samestep.shards.replicated.piece_state import StatePacking, piece_shape
+from samestep.shards.shard import Shard, same_objects
+from samestep.shards.windows import Unit, WindowPart, Windows
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.mesh_layout import MeshLayout  # DTensors take long to import
+    from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
 
 # A piece or a range of it, its gradient in the shape of the block, its matrices.
 Seen = tuple[Piece, Tensor, list[MatrixView]]
@@ -34,7 +34,7 @@ class PieceShards:
 
     def __init__(
         self,
-        held: HeldTensors,
+        held: LocalTensors,
         plan: ShardingPlan,
         packing: StatePacking,
         groups: Sequence[Group],

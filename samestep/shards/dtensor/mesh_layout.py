@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import gather_shards, held, mesh_group, replicated_here, whole_tensor
 from samestep.layout.boxes import Box, Shape
-from samestep.placements.parts.local_shards import placed_beside, refuse_cut_scales
-from samestep.placements.state_store import StateStore, boxes_of_ranks
 from samestep.plan.layouts import Key, RankBoxes, whole
 from samestep.plan.sharding import ParamSpec
+from samestep.shards.dtensor.local_shards import placed_beside, refuse_cut_scales
+from samestep.shards.state_store import StateStore, boxes_of_ranks
 
 
 class MeshLayout:

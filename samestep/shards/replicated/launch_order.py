@@ -22,7 +22,7 @@ from samestep.plan.schedule import launch_order
 from samestep.tooling.warn import warn_user
 
 if TYPE_CHECKING:
-    from samestep.placements.whole.reduction import GradientReducer
+    from samestep.shards.replicated.reduction import GradientReducer
 
 
 class _Turn(NamedTuple):

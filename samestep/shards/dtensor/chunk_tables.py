@@ -28,12 +28,12 @@ from samestep.kernels.parts import (
 )
 from samestep.layout.blocks import Block
 from samestep.layout.splits import Form
-from samestep.placements.parts.local_chunk import BlockShard, LocalChunk
 from samestep.plan.chunks import OF_WHOLE, PlannedBlock
 from samestep.plan.exchanges import PackedPart, Packing
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
+from samestep.shards.dtensor.local_chunk import BlockShard, LocalChunk
 
 ROOM = 64  # elements: blocks in a buffer begin at multiples of it
 

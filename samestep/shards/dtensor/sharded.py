@@ -23,27 +23,27 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import describe_kernels
 from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of
-from samestep.placements.parts.block_exchange import BlockExchange
-from samestep.placements.parts.fsdp_units import managed_beside
-from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
-from samestep.placements.parts.local_shards import (
-    LocalShards,
-    placed_beside,
-    refuse_unstaged,
-)
-from samestep.placements.parts.mesh_layout import MeshLayout
-from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.placements.windows import Home, Unit, WindowPart, home_of
 from samestep.plan.layouts import Key
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
 from samestep.rules.state import State, Stored, whereabouts, whole_shapes
+from samestep.shards.dtensor.block_exchange import BlockExchange
+from samestep.shards.dtensor.fsdp_units import managed_beside
+from samestep.shards.dtensor.gradients import combine_gradients, fits, no_summand, summands
+from samestep.shards.dtensor.local_shards import (
+    LocalShards,
+    placed_beside,
+    refuse_unstaged,
+)
+from samestep.shards.dtensor.mesh_layout import MeshLayout
+from samestep.shards.placement import Placement, PlanMembers
+from samestep.shards.replicated.local_tensors import LocalTensors
+from samestep.shards.replicated.replicated import ReplicatedParameters
+from samestep.shards.windows import Home, Unit, WindowPart, home_of
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
-    from samestep.placements.planner import Request
+    from samestep.shards.planner import Request
 
 
 class ShardedParameters(Placement):
@@ -61,7 +61,7 @@ class ShardedParameters(Placement):
         self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
     ) -> None:
         self.params = [param for param in members.params if isinstance(param, DTensor)]
-        self._tensors = HeldTensors(self.params)
+        self._tensors = LocalTensors(self.params)
         self.specs = members.specs
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.group = self.held_by = self.sums_over = mesh_group(mesh)

@@ -17,30 +17,30 @@ from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import describe_kernels
 from samestep.layout.boxes import HeldState, mesh_of
-from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
-from samestep.placements.whole.buffers import FlatParameters, gradient_dtype
-from samestep.placements.whole.gathering import ParameterGatherer
-from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.placements.whole.piece_shards import PieceShards, Seen
-from samestep.placements.whole.piece_state import PieceState, StateEntry
-from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
-from samestep.placements.whole.reduction import GradientReducer
-from samestep.placements.windows import Unit, home_of
 from samestep.plan.mesh_shares import even_share, restrict_to_shards, shard_spec
 from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
 from samestep.rules.state import State
+from samestep.shards.placement import Placement, PlanMembers
+from samestep.shards.replicated.agreed import agree_on_plan, mend_replicas
+from samestep.shards.replicated.buffers import FlatParameters, gradient_dtype
+from samestep.shards.replicated.gathering import ParameterGatherer
+from samestep.shards.replicated.local_tensors import LocalTensors
+from samestep.shards.replicated.piece_shards import PieceShards, Seen
+from samestep.shards.replicated.piece_state import PieceState, StateEntry
+from samestep.shards.replicated.planned import levels_of, planned, refuse_levels, shape_of
+from samestep.shards.replicated.reduction import GradientReducer
+from samestep.shards.windows import Unit, home_of
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from samestep.placements.parts.gradients import MeshSums  # DTensors take long to import
-    from samestep.placements.parts.mesh_layout import MeshLayout
-    from samestep.placements.parts.primary_blocks import PrimaryBlocks
-    from samestep.placements.planner import Request
+    from samestep.shards.dtensor.gradients import MeshSums  # DTensors take long to import
+    from samestep.shards.dtensor.mesh_layout import MeshLayout
+    from samestep.shards.dtensor.primary_blocks import PrimaryBlocks
+    from samestep.shards.planner import Request
 
 
 _WAY_OUT = (
@@ -82,7 +82,7 @@ class ReplicatedParameters(Placement):
             distribution = distribution.beside_dtensors()
         self.params = list(params)
         self.group_indices = tuple(sorted({spec.group for spec in specs}))
-        self.held = HeldTensors(params)
+        self.held = LocalTensors(params)
         self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
@@ -200,7 +200,7 @@ class ReplicatedParameters(Placement):
     @classmethod
     def of_mesh(cls, request: "Request", mesh: "DeviceMesh") -> "list[ReplicatedParameters]":
         """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
-        from samestep.placements.parts.mesh_layout import MeshLayout  # DTensors take long to import
+        from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
 
         copies, everyone, number = request.copies[mesh]
         params = {index: request.groups[index]["params"] for index in request.indices}
@@ -213,8 +213,8 @@ class ReplicatedParameters(Placement):
         return found
 
     def _mesh_side(self, layout: "MeshLayout") -> MeshSide:
-        from samestep.placements.parts.gradients import MeshSums  # DTensors take long to import
-        from samestep.placements.parts.primary_blocks import PrimaryBlocks
+        from samestep.shards.dtensor.gradients import MeshSums  # DTensors take long to import
+        from samestep.shards.dtensor.primary_blocks import PrimaryBlocks
 
         place, distribution = self.group.rank, self.distribution
         blocks = PrimaryBlocks(self.plan, layout, place, distribution, self.device)

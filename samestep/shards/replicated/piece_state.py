@@ -16,9 +16,6 @@ from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box, HeldBox, HeldState, held_range, whole_box
-from samestep.placements.state_store import Part, StateStore
-from samestep.placements.whole.held_tensors import HeldTensors
-from samestep.placements.windows import Home
 from samestep.plan.layouts import Key
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import (
@@ -28,9 +25,12 @@ from samestep.rules.state import (
     state_shapes,
     whole_shapes,
 )
+from samestep.shards.replicated.local_tensors import LocalTensors
+from samestep.shards.state_store import Part, StateStore
+from samestep.shards.windows import Home
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.mesh_layout import MeshLayout  # DTensors take long to import
+    from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
 
 
 class StateEntry(NamedTuple):
@@ -338,7 +338,7 @@ class PieceState:
         """The same, where local state is given in the shape of what this rank holds."""
         self._store.take((index, key), state[self._params[index]][key], values)
 
-    def put_values(self, held: HeldTensors, index: int, key: str, into: Tensor) -> None:
+    def put_values(self, held: LocalTensors, index: int, key: str, into: Tensor) -> None:
         """Write a parameter's values into what lies as the state `key` does."""
         for piece in self.packing.spans:
             if piece.param == index:

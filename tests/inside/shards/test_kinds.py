@@ -1,4 +1,4 @@
-"""The registry of placements is the one list that every room reads, shown with a toy kind.
+"""The registry of kinds of shards is the one list that every room reads, shown with a toy kind.
 
 Of its parameters the first rank alone has the state; it updates them and gives them to all others.
 """
@@ -21,10 +21,10 @@ from samestep.estimate.grid import one_axis
 from samestep.estimate.memory import rank_memory
 from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import matrices
-from samestep.placements.placement import Placement
-from samestep.placements.registry import KINDS, Kind, require_kind
 from samestep.plan.schedule import Average, Gather, PlacementShape
 from samestep.rules.state import block_states, initial_state
+from samestep.shards.placement import Placement
+from samestep.shards.registry import KINDS, Kind, require_kind
 from samestep.stress.layouts import EVERY_LAYOUT, KIND_OF, LAYOUTS, require_layouts
 from samestep.stress.sharded_training import TRAININGS
 from samestep.train.options import LAYOUTS as TRAIN_LAYOUTS
@@ -266,7 +266,7 @@ def test_a_kind_that_a_room_does_not_know_is_seen(monkeypatch):
         monkeypatch.setitem(LAYOUTS, "toy", replace(LAYOUTS["zero2"], parameters="toy"))
         with pytest.raises(ValueError, match=f"{unknown}estimate"):
             require_everywhere()
-        monkeypatch.setitem(PLACED, "first", PLACED["whole"])
+        monkeypatch.setitem(PLACED, "first", PLACED["replicated"])
         with pytest.raises(ValueError, match=f"{unknown}layout of train"):
             require_everywhere()
 

@@ -20,12 +20,12 @@ from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import axes_group, box_without
 from samestep.layout.boxes import cut_as
-from samestep.placements.whole.buffers import gradient_dtype
-from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.plan.sharding import Piece
+from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.local_tensors import MEAN, REPLICATED, SUMMAND
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.mesh_layout import MeshLayout
+    from samestep.shards.dtensor.mesh_layout import MeshLayout
 
 Kinds = tuple[int, ...]  # of a gradient, along each axis of its mesh
 _SUMS = ("sum", "avg")  # of summands, by the digit that stands for them, less 1

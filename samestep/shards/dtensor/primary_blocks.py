@@ -13,13 +13,13 @@ from torch import Tensor
 
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
-from samestep.placements.parts.block_exchange import BlockExchange
-from samestep.placements.parts.local_shards import LocalShards, refuse_unstaged
-from samestep.placements.parts.mesh_layout import MeshLayout
-from samestep.placements.whole.piece_shards import PieceShards
 from samestep.plan.mesh_shares import PrimaryBlock, primary_blocks
 from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import State, Whereabouts, whereabouts
+from samestep.shards.dtensor.block_exchange import BlockExchange
+from samestep.shards.dtensor.local_shards import LocalShards, refuse_unstaged
+from samestep.shards.dtensor.mesh_layout import MeshLayout
+from samestep.shards.replicated.piece_shards import PieceShards
 
 
 class PrimaryBlocks:

@@ -13,9 +13,6 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.layout.boxes import mesh_of
-from samestep.placements.placement import Placement
-from samestep.placements.shards import same_objects
-from samestep.placements.windows import Unit, WindowPart, home_of
 from samestep.plan.schedule import PlacementShape, Stage, WindowId
 from samestep.rules.state import (
     MASTER,
@@ -32,6 +29,9 @@ from samestep.rules.state import (
     stored_tensors,
     whereabouts,
 )
+from samestep.shards.placement import Placement
+from samestep.shards.shard import same_objects
+from samestep.shards.windows import Unit, WindowPart, home_of
 from samestep.update.plain import Operand
 
 if TYPE_CHECKING:

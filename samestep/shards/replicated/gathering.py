@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import RankGroup
 from samestep.layout.boxes import mesh_of
-from samestep.placements.whole.awaited import mark, unmark
-from samestep.placements.whole.buffers import FlatParameters
-from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.plan.sharding import Bucket, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketTransfers
+from samestep.shards.replicated.awaited import mark, unmark
+from samestep.shards.replicated.buffers import FlatParameters
+from samestep.shards.replicated.local_tensors import LocalTensors
 
 # They compute with the weights of modules inside them, without calling these.
 READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -35,7 +35,7 @@ class ParameterGatherer:
     in_flight: who waits for parameters after the step; None: the step places them itself.
     """
 
-    held: HeldTensors
+    held: LocalTensors
     plan: ShardingPlan
     places: RankGroup
     transfers: Sequence[BucketTransfers]

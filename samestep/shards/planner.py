@@ -23,15 +23,15 @@ from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import mesh_of
-from samestep.placements.copies import Copies, find_copies, refuse_copies_nobody_averages
-from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import KINDS, Kind, kind_of
-from samestep.placements.whole.gathering import ParametersInFlight
-from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec
 from samestep.rules import checks
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import StoredTensors, state_shapes, stored_tensors
+from samestep.shards.copies import Copies, find_copies, refuse_copies_nobody_averages
+from samestep.shards.placement import Placement, PlanMembers
+from samestep.shards.registry import KINDS, Kind, kind_of
+from samestep.shards.replicated.gathering import ParametersInFlight
+from samestep.shards.replicated.launch_order import LaunchOrder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from samestep.comm.exchange import PackedExchange
 from samestep.groups.param_groups import rule_of
-from samestep.placements.parts.local_shards import LocalShards, Slices, divided
-from samestep.placements.windows import Unit, WindowPart
 from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock
 from samestep.rules.noise import Origin
 from samestep.rules.state import State, block_states, matrix_states
 from samestep.rules.stored import STEP
+from samestep.shards.dtensor.local_shards import LocalShards, Slices, divided
+from samestep.shards.windows import Unit, WindowPart
 
 
 class BlockShard(NamedTuple):

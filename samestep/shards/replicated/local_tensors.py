@@ -12,13 +12,13 @@ from torch import Tensor
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, changed_parameter
 from samestep.layout.boxes import cut_as, mesh_of, range_boxes
-from samestep.placements.whole.reduced_gradient import ReducedGradient
 from samestep.plan.sharding import Piece
+from samestep.shards.replicated.reduced_gradient import ReducedGradient
 
 REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies
 
 
-class HeldTensors:
+class LocalTensors:
     """The parameters of one plan, by their index in it."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -123,7 +123,7 @@ class HeldTensors:
         if local is None or self._dtensors[index] is None:
             param.grad = local
             return
-        from samestep.placements.parts.gradients import placed  # DTensors take long to import
+        from samestep.shards.dtensor.gradients import placed  # DTensors take long to import
 
         like: Any = param.grad if self.has_gradient(index) else self._dtensors[index]
         param.grad = placed(local, like, like.placements)

@@ -182,7 +182,7 @@ def _kinds(dtensors: Sequence[Named]) -> list[_Kind]:
     The ranks of the first are joined by all that FSDP2 manages of the model: an optimizer may have
     its norms alone.
     """
-    from samestep.placements.parts.fsdp_units import managed_beside  # DTensors take long to import
+    from samestep.shards.dtensor.fsdp_units import managed_beside  # DTensors take long to import
 
     managed = managed_beside(param for _, param in dtensors)
     known = set(map(id, managed))

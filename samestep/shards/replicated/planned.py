@@ -10,13 +10,13 @@ import torch
 
 from samestep.comm.groups import ranks_text
 from samestep.groups.distribution import Distribution
-from samestep.placements.placement import PlanMembers
-from samestep.placements.whole.buffers import joint_gradient_dtype
 from samestep.plan.flat import plan_flat
 from samestep.plan.links import Fabric, bucket_elements
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, ShardingPlan, plan_sharding
 from samestep.plan.transfers import BucketPolicy, bucket_transfers
+from samestep.shards.placement import PlanMembers
+from samestep.shards.replicated.buffers import joint_gradient_dtype
 
 
 def planned(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from samestep.groups.group_checks import sparse_gradient
-from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.plan.flat import FlatPlace, places
 from samestep.plan.sharding import ShardingPlan
+from samestep.shards.replicated.local_tensors import LocalTensors
 
 BufferKind = tuple[torch.dtype, torch.device]
 
@@ -19,7 +19,7 @@ class PackedGradients:
     """A buffer is made for every reduction, and gradients are copied into it."""
 
     def __init__(
-        self, held: HeldTensors, plan: ShardingPlan, reduce_dtype: torch.dtype | None
+        self, held: LocalTensors, plan: ShardingPlan, reduce_dtype: torch.dtype | None
     ) -> None:
         self._held = held
         self._plan = plan
@@ -90,7 +90,7 @@ class FlatGradients(PackedGradients):
 
     def __init__(
         self,
-        held: HeldTensors,
+        held: LocalTensors,
         plan: ShardingPlan,
         reduce_dtype: torch.dtype | None,
         *,
@@ -209,7 +209,7 @@ def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
 class FlatParameters:
     """Parameters as views of one buffer per dtype; `buckets[number]` is (size,), gaps included."""
 
-    def __init__(self, held: HeldTensors, plan: ShardingPlan, *, poison: bool) -> None:
+    def __init__(self, held: LocalTensors, plan: ShardingPlan, *, poison: bool) -> None:
         self._held = held
         self._poison = poison
         self._rooms: dict[int, Tensor] = {}

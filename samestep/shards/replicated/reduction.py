@@ -28,10 +28,6 @@ from samestep.groups.gradient_writes import Look, look
 from samestep.groups.mistakes import EDITS_LOOKED_FOR
 from samestep.groups.pipelines import PipelineStages
 from samestep.layout.boxes import clone_in_place
-from samestep.placements.whole.buffers import FlatGradients, PackedGradients, gradient_dtype
-from samestep.placements.whole.held_tensors import REPLICATED, HeldTensors
-from samestep.placements.whole.launch_order import LaunchOrder
-from samestep.placements.whole.reduced_gradient import ReducedGradient
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (
     BucketPolicy,
@@ -41,6 +37,10 @@ from samestep.plan.transfers import (
     divides_first,
     outer_transfers,
 )
+from samestep.shards.replicated.buffers import FlatGradients, PackedGradients, gradient_dtype
+from samestep.shards.replicated.launch_order import LaunchOrder
+from samestep.shards.replicated.local_tensors import REPLICATED, LocalTensors
+from samestep.shards.replicated.reduced_gradient import ReducedGradient
 
 # One per parameter: of two optimizers that have it, the last one reduces it inside backward.
 _hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
@@ -71,7 +71,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        held: HeldTensors,
+        held: LocalTensors,
         plan: ShardingPlan,
         reduction: GroupReduction,
         distribution: Distribution,

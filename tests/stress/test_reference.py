@@ -117,7 +117,7 @@ def test_adamw(amsgrad: bool, maximize: bool):
 # --- Against samestep in one process ---------------------------------------------------------
 
 SHAPES = {
-    "qkv.weight": (12, 5),
+    "joint.weight": (12, 5),
     "up.weight": (8, 5),
     "down.weight": (5, 8),
     "row.weight": (1, 4),
@@ -157,7 +157,7 @@ def muon_options(draw_: Any) -> dict[str, Any]:
         "adjust_lr": st.sampled_from(list(LR_FACTORS)),
         "update_scale": st.just(1.0) | numbers(0.1, 3),
         "decay_form": st.sampled_from(["decoupled", "independent"]),
-        "split_sizes": st.sampled_from([None, {"qkv.weight": (4, 4, 4), "exp*": [5, 1]}]),
+        "split_sizes": st.sampled_from([None, {"joint.weight": (4, 4, 4), "exp*": [5, 1]}]),
     }
     flags = ("nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "maximize")
     choices.update({key: st.booleans() for key in flags})

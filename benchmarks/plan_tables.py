@@ -1,11 +1,16 @@
-"""The tables and pictures of docs/plan.md, from plans: print them, and write the pictures.
+"""The tables and pictures of docs/plan.md, from plans: printed, and kept as a receipt.
 
-python -m benchmarks.plan_tables --out docs
+python -m benchmarks.plan_tables                                             # to look at
+python -m benchmarks.plan_tables --out benchmarks/results --page docs/plan.md   # 5 minutes
+
+A test compares the page with the receipt, and some of the receipt with what plans say.
 """
 
+import json
+import platform
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +19,19 @@ import torch
 import tyro
 
 import samestep
+from benchmarks.pages import put_table
+from benchmarks.peer_plans import all_peers
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import PRESETS
+from samestep.estimate.hardware import PRESETS, Hardware
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
 from samestep.estimate.pictures import gantt
 from samestep.estimate.timeline import Timeline, chrome_trace, simulate
-from samestep.estimate.training import Training
+from samestep.estimate.training import Training, training_of
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link
@@ -32,7 +39,7 @@ from samestep.stress.models import Matrices
 from samestep.tooling.output import write_files
 
 CUDA = torch.device("cuda")
-GB = 1e9
+GB, M = 1e9, 10**6
 
 
 @dataclass(frozen=True)
@@ -41,16 +48,22 @@ class Options:
 
     out: Path = Path("out/bench")
     only: str = ""
-    """One of stages, muon, timelines, overlap, copies, scale; empty: all."""
+    """One table: stages, muon, overlap, copies, scale, timelines, throughput, strong, distmuon or
+    parallel_muon; empty: all."""
+    page: Path | None = None
+    """Write the tables into this page."""
 
 
-def stages() -> Iterator[str]:
+STAGED = (
+    ("llama-7b", 8), ("llama-13b", 16), ("llama-70b", 32), ("llama-70b", 64), ("gpt-175b", 64),
+)  # fmt: skip
+
+
+def stages(models: tuple[tuple[str, int], ...] = STAGED) -> Iterator[str]:
     """Megatron: bytes per rank of AdamW with 16-bit parameters, per stage."""
     yield "| model | ranks | none | zero1 | zero2 | zero3 |"
     yield "|---|---|---|---|---|---|"
-    for name, ranks in (
-        ("llama-7b", 8), ("llama-13b", 16), ("llama-70b", 32), ("llama-70b", 64), ("gpt-175b", 64),
-    ):  # fmt: skip
+    for name, ranks in models:
         model = load_model(name, torch.bfloat16)
         cells = []
         for sharding in ("none", "zero1", "zero2", "zero3"):
@@ -86,7 +99,7 @@ def muon_savings() -> Iterator[str]:
         yield f"| {ranks} | {3 * ranks}P | {together:g}P | {1 - together / (3 * ranks):.1%} |"
 
 
-def timelines(files: dict[str, bytes]) -> Iterator[str]:
+def simulated() -> dict[str, Timeline]:
     """Parallel Muon: four ways to run Muon over shards, on four ranks."""
     layer: dict[str, tuple[int, ...]] = {
         "attention": (1536, 1024),
@@ -111,13 +124,16 @@ def timelines(files: dict[str, bytes]) -> Iterator[str]:
         optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
         plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over, device=CUDA)
         found[name] = simulate(plan, machine, show=range(4))
+    return found
+
+
+def timelines() -> Iterator[str]:
+    """The four ways in figures."""
     yield "| way | step, ms | exposed, ms | idle, ms |"
     yield "|---|---|---|---|"
-    for name, timeline in found.items():
+    for name, timeline in simulated().items():
         numbers = (timeline.seconds, timeline.exposed_seconds, float(timeline.idle.mean()))
         yield f"| {name} | {' | '.join(f'{1e3 * n:.2f}' for n in numbers)} |"
-    files["plan_timelines.png"] = gantt(found, "Muon over shards on 4 ranks, simulated")
-    files["plan_timelines_trace.json.gz"] = chrome_trace(found)
 
 
 def overlap() -> Iterator[str]:
@@ -202,23 +218,153 @@ def copies() -> Iterator[str]:
         )
 
 
-def main(options: Options) -> None:
-    files: dict[str, bytes] = {}
-    tables = {
-        "stages": stages(),
-        "muon": muon_savings(),
-        "overlap": overlap(),
-        "copies": copies(),
-        "scale": scale(),
-        "timelines": timelines(files),
+def with_cards(hardware: Hardware, cards: int) -> Hardware:
+    """With so many network cards per host, which its devices share, in place of one for each."""
+    link, share = hardware.between, cards / hardware.ranks_per_host
+    return replace(
+        hardware, between=Link(link.latency, link.bandwidth * share, link.latency_per_rank)
+    )
+
+
+def throughput() -> Iterator[str]:
+    """Megatron's claim of Llama-7B on 64 A100: what ZeRO-1 costs beside DDP."""
+    model, common = load_model("llama-7b", torch.bfloat16), {"muon": False, "bucket_size": 40 * M}
+    flat: dict[str, Any] = {**common, "sharding": "zero1", "buffers": "flat"}
+    ways = {
+        "DDP": Settings(sharding="none", **common),  # type: ignore[arg-type]
+        "ZeRO-1, no overlap": Settings(**flat, overlap=False, overlap_gathers=False),
+        "ZeRO-1, both overlaps": Settings(**flat),
     }
-    for name, lines in tables.items():
+    yield "| cards per host | tokens per GPU | plan | iteration, ms | tokens/s | beside DDP |"
+    yield "|---|---|---|---|---|---|"
+    for cards, tokens in ((8, 2048), (8, 8192), (1, 2048), (1, 8192)):
+        machine, base = with_cards(PRESETS["a100x8"], cards), 0.0
+        for name, settings in ways.items():
+            plan = Job(model, Degrees(64), settings, machine).blueprint(0)
+            seconds = simulate(plan, machine, training=Training(tokens)).seconds
+            speed = 64 * tokens / seconds
+            base = base or speed
+            cells = [
+                str(cards), f"{tokens:,}", name, f"{1e3 * seconds:.0f}",
+                f"{speed:,.0f}", f"{speed / base - 1:+.0%}",
+            ]  # fmt: skip
+            yield f"| {' | '.join(cells)} |"
+
+
+def strong() -> Iterator[str]:
+    """Megatron's claim of Llama-70B: 1,024 sequences on 128 to 512 GPUs, 4 per replica."""
+    model, settings = load_model("llama-70b", torch.bfloat16), Settings("zero1", "flat", muon=False)
+    yield "| cards per host | sequence | 128 GPUs, tokens/s | 256 | 512 | efficiency, 256 | 512 |"
+    yield "|---|---|---|---|---|---|---|"
+    for cards, length in ((8, 4096), (4, 4096), (2, 4096), (1, 4096), (8, 512)):
+        machine, speeds = with_cards(PRESETS["h100x8"], cards), {}
+        for ranks in (128, 256, 512):
+            batch = Batch(length, 1024 // (ranks // 4), "full", 1)
+            job = Job(model, Degrees(ranks, tp=4), settings, machine, batch)
+            timeline = simulate(job.blueprint(0), machine, training=training_of(job))
+            speeds[ranks] = 1024 * length / timeline.seconds
+        gains = [f"{128 * speeds[n] / (n * speeds[128]):.0%}" for n in (256, 512)]
+        told = [f"{speed:,.0f}" for speed in speeds.values()]
+        yield f"| {cards} | {length:,} | {' | '.join([*told, *gains])} |"
+
+
+def distmuon() -> Iterator[str]:
+    """nanochat's claim: strong scaling of depth 20, 524,288 tokens per step, on H100s."""
+    model, machine = load_model("nanochat-d20", torch.bfloat16), PRESETS["h100x8"]
+    yield "| GPUs | of one GPU, ms | samestep, ms | efficiency | DistMuon, ms | efficiency |"
+    yield "|---|---|---|---|---|---|"
+    alone = 0.0
+    for ranks in (1, 8, 64, 512):
+        job = Job(model, Degrees(ranks), Settings(), machine, Batch(524_288 // ranks))
+        training, plan = training_of(job), job.blueprint(0)
+        assert training is not None
+        ours = simulate(plan, machine, training=training).seconds
+        alone = alone or ours
+        if ranks > 1:
+            theirs = all_peers(plan, model, machine, (training, training))["nanochat"].iteration
+            cells = [f"{1e3 * alone / ranks:.1f}"]
+            for seconds in (ours, theirs):
+                cells += [f"{1e3 * seconds:.1f}", f"{alone / ranks / seconds:.0%}"]
+            yield f"| {ranks} | {' | '.join(cells)} |"
+
+
+def parallel_muon() -> Iterator[str]:
+    """Parallel Muon's measurement, 1.4 s on 8 devices with 15% exposed, from ours step by step."""
+    model, machine = load_model("parallel-muon-10b", torch.bfloat16), PRESETS["mi250x8"]
+    plain = replace(  # 847.3 TFLOP in place of the 620.9 on Gram matrices
+        machine, product_rates={n: 620.9 / 847.3 * r for n, r in machine.product_rates.items()}
+    )
+    ours = Settings(sharding="zero3")
+    theirs = replace(ours, bucket_size=1, owners="cyclic")
+    slow = [
+        replace(plain, inside=Link(machine.inside.latency, gigabytes * GB, 2e-6))
+        for gigabytes in (10, 4, 3.5)
+    ]
+    cases = [
+        ("as planned", machine, ours),
+        ("products in the standard form, as theirs", plain, ours),
+        ("and chunks of one block per owner, owners in turn", plain, theirs),
+        *(
+            (f"and links of {each.inside.bandwidth / GB:g} GB/s in place of 50", each, theirs)
+            for each in slow
+        ),
+    ]
+    yield "| what is assumed | step, s | products | the rest of the work | exposed |"
+    yield "|---|---|---|---|---|"
+    for name, hardware, settings in cases:
+        found = simulate(Job(model, Degrees(8), settings, hardware).blueprint(0), hardware)
+        products = 620.9e12 / 8 / hardware.product_rate(4096) / found.seconds
+        exposed = found.exposed_seconds / found.seconds
+        idle = float(found.idle.mean()) / found.seconds
+        rest = 1 - products - exposed - idle
+        yield (
+            f"| {name} | {found.seconds:.2f} | {products:.0%} | {rest:.0%} | "
+            f"{exposed:.1%}, and {idle:.0%} waiting for ranks |"
+        )
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "stages": stages,
+    "muon": muon_savings,
+    "overlap": overlap,
+    "copies": copies,
+    "scale": scale,
+    "timelines": timelines,
+    "throughput": throughput,
+    "strong": strong,
+    "distmuon": distmuon,
+    "parallel_muon": parallel_muon,
+}
+RECEIPT = "plan_tables.json"
+
+
+def main(options: Options) -> None:
+    known = options.out / RECEIPT
+    tables = json.loads(known.read_text())["tables"] if known.exists() else {}
+    for name, make in TABLES.items():
         if options.only in ("", name):
             print(f"\n## {name}\n", flush=True)
-            for line in lines:
+            tables[name] = []
+            for line in make():
                 print(line, flush=True)
-    if files:
-        write_files(options.out, files)
+                tables[name].append(line)
+            if options.page is not None:
+                put_table(options.page, tables[name])
+    ran = {
+        "samestep": samestep.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    receipt = {"kind": "samestep plan tables", "versions": ran, "tables": tables}
+    files = {RECEIPT: (json.dumps(receipt, indent=1) + "\n").encode()}
+    if options.page is not None and options.only in ("", "timelines"):
+        found = simulated()
+        pictures = {
+            "plan_timelines.png": gantt(found, "Muon over shards on 4 ranks, simulated"),
+            "plan_timelines_trace.json.gz": chrome_trace(found),
+        }
+        write_files(options.page.parent, pictures)
+    write_files(options.out, files)
 
 
 if __name__ == "__main__":

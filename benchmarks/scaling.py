@@ -1,6 +1,7 @@
 """Models on 8 to 4096 ranks: as samestep plans them, as it did, and as others would.
 
 python -m benchmarks.scaling --out DIR   # scaling.json, pictures; prints the tables of docs/plan.md
+python -m benchmarks.scaling --out benchmarks/results --page docs/plan.md   # and writes them there
 python -m benchmarks.scaling --models llama-7b
 
 All plans are simulated on one hardware file; `peer_plans` says what was assumed of others. "before"
@@ -12,12 +13,14 @@ that are cut end to end, are today's in both, so that "before" is no slower than
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 
+from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import Blueprint
@@ -35,6 +38,8 @@ from samestep.tooling.output import json_file, write_files
 
 TOKENS = 4096  # of a rank; strong scaling divides those of the fewest ranks
 BEFORE = 6_553_600  # elements of a bucket, before ranks and links chose
+SHOWN = (8, 64, 512, 4096)  # of the ranks, in tables; all of them where there are as few
+FIELDS = [field.name for field in fields(Point)]
 MOST_BEFORE = 1024  # ranks: by then it takes minutes
 COLUMNS = "| plan | ranks | step | exposed | iteration | exposed | sent | busiest | owners | peak |"
 
@@ -57,6 +62,8 @@ class Options:
     most: int = 4096
     """Ranks."""
     out: Path = Path("out/bench")
+    page: Path | None = None
+    """Write the tables into this page, and the pictures beside it."""
 
 
 def in_copies(plan: Blueprint) -> Blueprint:
@@ -118,6 +125,19 @@ def rows(curves: Mapping[str, Sequence[Point]], shown: Sequence[int]) -> Iterato
                 yield f"| {' | '.join(cells)} |"
 
 
+def tables_of(receipt: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Of each model what stands above its table, and the table."""
+    for name, found in receipt["models"].items():
+        curves = {
+            label: [Point(**{key: each[key] for key in FIELDS}) for each in curve]
+            for label, curve in found["plans"].items()
+        }
+        there = sorted({point.ranks for curve in curves.values() for point in curve})
+        shown = there if len(there) <= 5 else [ranks for ranks in there if ranks in SHOWN]
+        above = f"{name}, ep={found['mesh']['ep']}:" if found["mesh"]["ep"] > 1 else f"{name}:"
+        yield above, list(rows(curves, shown))
+
+
 def main(options: Options) -> None:
     hardware = PRESETS[options.hardware]
     files: dict[str, bytes] = {}
@@ -134,7 +154,7 @@ def main(options: Options) -> None:
         spent = time.process_time() - begun
         title = f"{name}, ep={axes.ep}" if axes.ep > 1 else name
         print(f"\n## {title} ({spent:.0f} s of CPU)\n", flush=True)
-        for line in rows(curves, [n for n in (8, 64, 512, 1024, 4096) if n in numbers]):
+        for line in rows(curves, numbers):
             print(line, flush=True)
         title += f", zero2, {hardware.name}, {TOKENS:,} tokens per rank"
         files[f"scaling_{name}.png"] = scaling_picture(curves, title)
@@ -150,6 +170,11 @@ def main(options: Options) -> None:
         "tokens": TOKENS,
         "models": models,
     }
+    if options.page is not None:
+        for above, lines in tables_of(content):
+            put_table(options.page, lines, f"\n{above}\n")
+        pictures = {name: files.pop(name) for name in list(files)}
+        write_files(options.page.parent, pictures)
     files["scaling.json"] = json_file(content)
     write_files(options.out, files)
 

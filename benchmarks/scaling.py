@@ -70,10 +70,10 @@ def in_copies(plan: Blueprint) -> Blueprint:
     """The same plan with unequal segments as an all-to-all of copies, in one level."""
 
     def old(placement: Placed) -> Placed:
-        known = {  # of many ranks it is one
-            id(each): replace(each, policy=each.policy._replace(uneven=False, levels=1))
-            for each in placement.sharings
-        }
+        known = {}  # of many ranks it is one
+        for each in placement.sharings:
+            policy = each.policy._replace(uneven=False, levels=1)
+            known[id(each)] = replace(each, planned=replace(each.planned, policy=policy))
         return replace(placement, sharings=tuple(known[id(each)] for each in placement.sharings))
 
     return replace(plan, placements=tuple(map(old, plan.placements)))

@@ -8,7 +8,7 @@ is part of a plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
 from math import prod
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from samestep.plan.links import Fabric, usual_links
 from samestep.plan.mesh_shares import even_share
 from samestep.plan.replicated_gradients import ReplicatedAlong, replicated_along, replicated_by_all
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
-from samestep.plan.sharding import ParamSpec, ShardingPlan
+from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import StoredTensors
 from samestep.shards.dtensor.local_shards import refuse_cut_scales
 from samestep.shards.local import KnownGroup, LocalParameters
@@ -48,8 +48,7 @@ from samestep.shards.placement import PlanMembers
 from samestep.shards.registry import KINDS, kind_of, require_kind
 from samestep.shards.replicated.buffers import gradient_dtype
 from samestep.shards.replicated.local_tensors import REPLICATED, SUMMAND
-from samestep.shards.replicated.planned import levels_of
-from samestep.shards.replicated.planned import planned as planned_shares
+from samestep.shards.replicated.planned import levels_of, plan_copies
 from samestep.shards.windows import Unit, Windows
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
@@ -179,18 +178,6 @@ class Blueprint:
 _schedule = lru_cache(maxsize=64)(step_schedule)
 
 
-def _shared_plan(
-    specs: tuple[ParamSpec, ...], fabric: Fabric, distribution: Distribution, levels: int = 1
-) -> ShardingPlan:
-    """zero1 and zero2 share one: they differ in when gradients are let go of."""
-    if distribution.sharding == "zero2":
-        distribution = replace(distribution, sharding="zero1")
-    return _known_plan(specs, fabric, distribution, levels)
-
-
-_known_plan = lru_cache(maxsize=2)(planned_shares)
-
-
 def blueprint(
     optimizer: RuleOptimizer,
     grid: Grid,
@@ -296,17 +283,19 @@ class _Request:
         levels: int = 1,
         summands: tuple[Summands | None, ...] = (),
     ) -> Sharing:
-        beside, links = self.beside, self.links(peers)
-        plan = _shared_plan(specs, links, beside, levels)
-        others = 1 if outer is None else outer.size
-        policy = beside.bucket_policy(
-            peers.size, others, self.device, uneven=self.on_gpu, levels=levels
+        links = self.links(peers)
+        planned = plan_copies(
+            members,
+            specs,
+            links,
+            self.beside,
+            self.device,
+            outer=1 if outer is None else outer.size,
+            uneven=self.on_gpu,
+            levels=levels,
+            watched=self.optimizer._in_flight.all_watched(members.params),
         )
-        watched = self.optimizer._in_flight.all_watched(members.params)
-        return Sharing(
-            members, members.params, plan, peers, outer, beside, policy, watched, links.per_host,
-            summands=summands,
-        )  # fmt: skip
+        return Sharing(planned, members.params, peers, outer, links.per_host, summands)
 
 
 def _whole(asked: _Request) -> Iterator[Placed]:

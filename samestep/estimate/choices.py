@@ -177,7 +177,7 @@ def _of_buckets(sharing: Sharing, grid: Grid, hardware: Hardware) -> BucketChoic
         fabric.per_host,
         fabric.hosts,
         one.seconds(fabric.ranks, largest),
-        fabric.seconds_in_two(largest, largest_block(sharing.members.specs), in_a_row)
+        fabric.seconds_in_two(largest, largest_block(sharing.planned.members.specs), in_a_row)
         if fabric.has_levels
         else None,
     )

@@ -18,7 +18,7 @@ from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Block, Shape
 from samestep.plan.chunks import Chunk
 from samestep.plan.layouts import RankBoxes
-from samestep.plan.mesh_shares import primary_blocks, restrict_to_shards, shard_spec
+from samestep.plan.mesh_shares import primary_blocks, shard_spec
 from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
@@ -26,9 +26,8 @@ from samestep.plan.transfers import BucketPolicy
 from samestep.rules.state import State, StoredTensors, block_state_shapes, state_shapes
 from samestep.shards.dtensor.planned import plan_chunks
 from samestep.shards.dtensor.planned import shape_of as shape_of_blocks
-from samestep.shards.placement import PlanMembers
 from samestep.shards.replicated.buffers import gradient_dtype
-from samestep.shards.replicated.planned import shape_of as shape_of_shares
+from samestep.shards.replicated.planned import ReplicatedPlan
 from samestep.shards.windows import Unit, Windows
 
 Groups = Sequence[Mapping[str, Any]]
@@ -48,25 +47,34 @@ class Summands(NamedTuple):
 class Sharing:
     """Parameters that peers hold copies of, and how they share the work on them.
 
-    members: as they are, whole; `params`: as a rank has them.
-    watched: modules wait for all of them.
+    planned: as optimizers have it; `params`: the parameters as a rank has them.
     per_host: peers on each host, where buckets go in two levels.
-    even: the copies are of parts: the plan for an even share of everything, of which `plan` is what
-        a rank really has. Blocks come together in the mesh.
     summands: of each gradient, if the ranks of a mesh have summands of it.
     """
 
-    members: PlanMembers
+    planned: ReplicatedPlan
     params: tuple[Tensor, ...]
-    plan: ShardingPlan
     peers: Peers
     outer: Peers | None
-    distribution: Distribution
-    policy: BucketPolicy
-    watched: bool
     per_host: int = 1
-    even: ShardingPlan | None = None
     summands: tuple[Summands | None, ...] = ()
+
+    @property
+    def plan(self) -> ShardingPlan:
+        return self.planned.plan
+
+    @property
+    def even(self) -> ShardingPlan | None:
+        """The plan for even shares of DTensors, whose blocks come together in their mesh."""
+        return self.planned.even
+
+    @property
+    def policy(self) -> BucketPolicy:
+        return self.planned.policy
+
+    @property
+    def distribution(self) -> Distribution:
+        return self.planned.distribution
 
     def place(self, peer: int) -> int:
         """Which segment of a bucket is a peer's: in two levels those of a column lie together."""
@@ -80,18 +88,10 @@ class Sharing:
         """The parameters, in the order in which forward uses them."""
         return self.plan.params
 
-    @cached_property
+    @property
     def shape(self) -> PlacementShape:
         """What the schedule of a rank depends on."""
-        shape = shape_of_shares(
-            self.plan, self.members, self.distribution, self.policy, watched=self.watched
-        )
-        if self.even is None:
-            return shape
-        return shape._replace(
-            has_parts=any(spec.blocks is not None for spec in self.specs),
-            bucket_sizes=tuple(bucket.size for bucket in self.even.buckets),
-        )
+        return self.planned.shape
 
     def owned(self, number: int, place: int) -> Segment:
         """What a peer updates of a bucket."""
@@ -180,10 +180,9 @@ def restricted_sharings(
 
     @cache
     def sharing(specs: tuple[ParamSpec, ...]) -> Sharing:
-        plan = restrict_to_shards(even.plan, specs, flat=even.distribution.buffers == "flat")
         pairs = zip(even.params, specs, strict=True)
         params = tuple(_part(param, spec.shape) for param, spec in pairs)
-        return replace(even, params=params, plan=plan, even=even.plan)
+        return replace(even, params=params, planned=even.planned.restricted_to(specs))
 
     return tuple(
         sharing(

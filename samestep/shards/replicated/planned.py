@@ -4,6 +4,8 @@ Pure: optimizers ask before they make anything, and `estimate` asks the same.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import ceil
 
 import torch
@@ -12,6 +14,7 @@ from samestep.comm.groups import ranks_text
 from samestep.groups.distribution import Distribution
 from samestep.plan.flat import plan_flat
 from samestep.plan.links import Fabric, bucket_elements
+from samestep.plan.mesh_shares import restrict_to_shards
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, ShardingPlan, plan_sharding
 from samestep.plan.transfers import BucketPolicy, bucket_transfers
@@ -37,6 +40,18 @@ def planned(
         max_size_ratio=distribution.max_state_ratio,
         columns=columns,
     )
+
+
+def _shared_plan(
+    specs: tuple[ParamSpec, ...], fabric: Fabric, distribution: Distribution, levels: int
+) -> ShardingPlan:
+    """zero1 and zero2 have one plan: they differ in when gradients are let go of."""
+    if distribution.sharding == "zero2":
+        distribution = replace(distribution, sharding="zero1")
+    return _known_plan(specs, fabric, distribution, levels)
+
+
+_known_plan = lru_cache(maxsize=2)(planned)
 
 
 def refuse_levels(
@@ -111,25 +126,79 @@ def width_of(dtype: str) -> int:
     return found.itemsize
 
 
-def shape_of(
-    plan: ShardingPlan,
+@dataclass(frozen=True, eq=False)
+class ReplicatedPlan:
+    """All that is decided before the first step for parameters that several ranks hold copies of.
+
+    plan: who updates which pieces, in which buckets; of DTensors for the shards of this rank.
+    even: of DTensors the same for even shares of what a mesh holds, as all its ranks have it;
+        None: parameters are plain.
+    policy: which collectives carry the buckets.
+    watched: modules wait for all of the parameters.
+    """
+
+    members: PlanMembers
+    distribution: Distribution
+    plan: ShardingPlan
+    policy: BucketPolicy
+    watched: bool
+    even: ShardingPlan | None = None
+
+    def restricted_to(self, shards: Sequence[ParamSpec]) -> "ReplicatedPlan":
+        """The plan of a rank that holds these shards; this one is for even shares.
+
+        Raises:
+            ValueError: With flat buffers, where shards are not equal.
+        """
+        flat = self.distribution.buffers == "flat"
+        plan = restrict_to_shards(self.plan, shards, flat=flat)
+        return replace(self, plan=plan, even=self.plan)
+
+    @cached_property
+    def shape(self) -> PlacementShape:
+        """What the schedule of a step depends on."""
+        params, buckets = self.members.params, self.plan.buckets
+        of_buckets = [[params[index] for index in bucket.params] for bucket in buckets]
+        dtypes = [of_bucket[0].dtype for of_bucket in of_buckets]  # a bucket has one
+        gradients = [
+            self.distribution.reduce_dtype or joint_gradient_dtype(of_bucket)
+            for of_bucket in of_buckets
+        ]
+        overlap = self.distribution.overlap_param_gather
+        return PlacementShape(
+            # A bucket is complete with the parameter that forward uses first.
+            places=tuple(self.members.places[bucket.params[0]] for bucket in buckets),
+            transfers=bucket_transfers(self.plan, self.policy, gradients, dtypes),
+            # Waves are the same on all ranks of a mesh, also where their shards are not equal.
+            bucket_sizes=tuple(bucket.size for bucket in (self.even or self.plan).buckets),
+            agrees=True,
+            reduces=self.distribution.grads == "local",
+            overlaps=self.distribution.overlap_grad_reduce or self.distribution.check_gradients,
+            defers=overlap and self.watched,
+            has_parts=self.even is not None
+            and any(spec.blocks is not None for spec in self.plan.params),
+        )
+
+
+def plan_copies(
     members: PlanMembers,
+    specs: Sequence[ParamSpec],
+    fabric: Fabric,
     distribution: Distribution,
-    policy: BucketPolicy,
+    device: torch.device,
     *,
+    outer: int,
+    uneven: bool,
+    levels: int,
     watched: bool,
-) -> PlacementShape:
-    """What a schedule depends on; `watched`: modules wait for all of its parameters."""
-    of_buckets = [[members.params[index] for index in bucket.params] for bucket in plan.buckets]
-    dtypes = [params[0].dtype for params in of_buckets]  # a bucket has one
-    gradients = [distribution.reduce_dtype or joint_gradient_dtype(params) for params in of_buckets]
-    return PlacementShape(
-        # A bucket is complete with the parameter that forward uses first.
-        places=tuple(members.places[bucket.params[0]] for bucket in plan.buckets),
-        transfers=bucket_transfers(plan, policy, gradients, dtypes),
-        bucket_sizes=tuple(bucket.size for bucket in plan.buckets),
-        agrees=True,
-        reduces=distribution.grads == "local",
-        overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
-        defers=distribution.overlap_param_gather and watched,
-    )
+) -> ReplicatedPlan:
+    """Plan for parameters that the ranks of a fabric hold copies of.
+
+    specs: of the parameters; of DTensors those of even shares.
+    outer: groups of ranks that do the same; 1: there are no others.
+    uneven: the backend gathers unequal lengths in one call.
+    levels: 2: buckets go inside hosts and across them.
+    """
+    plan = _shared_plan(tuple(specs), fabric, distribution, levels)
+    policy = distribution.bucket_policy(fabric.ranks, outer, device, uneven=uneven, levels=levels)
+    return ReplicatedPlan(members, distribution, plan, policy, watched)

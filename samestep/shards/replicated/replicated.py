@@ -17,7 +17,7 @@ from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import describe_kernels
 from samestep.layout.boxes import HeldState, mesh_of
-from samestep.plan.mesh_shares import even_share, restrict_to_shards, shard_spec
+from samestep.plan.mesh_shares import even_share, shard_spec
 from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
@@ -29,7 +29,7 @@ from samestep.shards.replicated.gathering import ParameterGatherer
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen
 from samestep.shards.replicated.piece_state import PieceState, StateEntry
-from samestep.shards.replicated.planned import levels_of, planned, refuse_levels, shape_of
+from samestep.shards.replicated.planned import levels_of, plan_copies, refuse_levels
 from samestep.shards.replicated.reduction import GradientReducer
 from samestep.shards.windows import Unit, home_of
 from samestep.update.plain import GroupMaths, Operand, scale
@@ -76,7 +76,7 @@ class ReplicatedParameters(Placement):
     ) -> None:
         params, specs = members.params, members.specs
         group, divisor, outer = reduction
-        distribution, in_flight = request.distribution, request.in_flight
+        distribution = request.distribution
         if request.brings_together:
             # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
             distribution = distribution.beside_dtensors()
@@ -94,18 +94,28 @@ class ReplicatedParameters(Placement):
         levels = 1
         if is_alone:
             levels = levels_of(specs, fabric, distribution, on_cpu=self.device.type == "cpu")
-        flat = distribution.buffers == "flat"
         if layout is not None:
             whole = zip(specs, layout.held, strict=True)
             specs = tuple(even_share(spec, of_ranks.boxes) for spec, of_ranks in whole)
-        shares = self.plan = planned(specs, fabric, distribution, levels)
+        planned = plan_copies(
+            members,
+            specs,
+            fabric,
+            distribution,
+            self.device,
+            outer=1 if outer is None else outer.size,
+            uneven=is_nccl(group, self.device),
+            levels=levels,
+            watched=request.in_flight.all_watched(self.params),
+        )
+        shares = planned.plan
         self._plan_lines = shares.lines()
         if layout is not None:
             self._groups.append(layout.group)
             self.sums_over = everyone
             self._plan_lines += layout.lines(shares.params)
-            shards = list(map(shard_spec, shares.params, layout.boxes))
-            self.plan = restrict_to_shards(shares, shards, flat=flat)
+            planned = planned.restricted_to(list(map(shard_spec, shares.params, layout.boxes)))
+        self.plan, self.shape = planned.plan, planned.shape
         self._names = [spec.name for spec in shares.params]
         hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
         # The first difference is told: parameters and options come before the plan made of them.
@@ -123,40 +133,28 @@ class ReplicatedParameters(Placement):
             self.places = in_two_levels(group, fabric.per_host)
         reduction = reduction._replace(ranks=self.places)
         self._flat: FlatParameters | None = None
-        if flat:
+        if distribution.buffers == "flat":
             self._flat = FlatParameters(
                 self.held, self.plan, poison=distribution.poison_early_reads
             )
         # Inside a mesh others hold other shards: only copies are compared.
         self._holding_alike = self._groups if layout is None else [group]
         self.mend_replicas()
-        policy = distribution.bucket_policy(
-            group.size,
-            1 if outer is None else outer.size,
-            self.device,
-            uneven=is_nccl(group, self.device),
-            levels=levels,
-        )
-        watched = in_flight.all_watched(self.params)
-        self.shape = shape_of(self.plan, members, distribution, policy, watched=watched)
         self.mesh: MeshSide | None = None
         if layout is not None:
             self.mesh = self._mesh_side(layout)
             for_blocks = self.mesh.blocks.exchange.shape
             self.shape = self.shape._replace(
-                # Waves are the same on all ranks, also where parts are not equal.
-                bucket_sizes=tuple(bucket.size for bucket in shares.buckets),
                 chunks=for_blocks.chunks,
                 gives_back=for_blocks.gives_back,
                 planned_chunks=for_blocks.planned_chunks,
-                has_parts=any(spec.blocks is not None for spec in shares.params),
             )
         self.reducer = GradientReducer(
             self.held,
             self.plan,
             reduction,
             distribution,
-            policy,
+            planned.policy,
             self.shape.transfers,
             request.order,
         )
@@ -166,7 +164,7 @@ class ReplicatedParameters(Placement):
             self.places,
             self.shape.transfers,
             self._flat,
-            in_flight if self.shape.defers else None,
+            request.in_flight if self.shape.defers else None,
         )
         self._order = request.order
         replicated = None if layout is None else layout.replicated

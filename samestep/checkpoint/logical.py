@@ -35,7 +35,7 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules.converted import present_master
 from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER_KEY, join_remainder
-from samestep.shards.replicated.gathering import wait_for_anyone
+from samestep.shards.replicated.awaited import wait_for_anyone
 
 MODEL, STATE = "model", "state"
 GroupFacts = dict[str, Any]  # "params": names, "options": by key

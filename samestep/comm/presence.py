@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import CollectiveError, maximum
 from samestep.comm.diagnosis import watch
-from samestep.comm.events import has_passed, recorded_event
+from samestep.comm.diagnosis.flight import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import (
     RanksDisagreeError,

@@ -48,7 +48,7 @@ from samestep.shards.placement import PlanMembers
 from samestep.shards.registry import KINDS, kind_of, require_kind
 from samestep.shards.replicated.buffers import gradient_dtype
 from samestep.shards.replicated.local_tensors import REPLICATED, SUMMAND
-from samestep.shards.replicated.planned import levels_of, plan_copies
+from samestep.shards.replicated.planned import plan_copies
 from samestep.shards.windows import Unit, Windows
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
@@ -280,7 +280,7 @@ class _Request:
         specs: tuple[ParamSpec, ...],
         peers: Peers,
         outer: Peers | None = None,
-        levels: int = 1,
+        alone: bool = False,
         summands: tuple[Summands | None, ...] = (),
     ) -> Sharing:
         links = self.links(peers)
@@ -292,7 +292,7 @@ class _Request:
             self.device,
             outer=1 if outer is None else outer.size,
             uneven=self.on_gpu,
-            levels=levels,
+            alone=alone,
             watched=self.optimizer._in_flight.all_watched(members.params),
         )
         return Sharing(planned, members.params, peers, outer, links.per_host, summands)
@@ -312,10 +312,8 @@ def _whole(asked: _Request) -> Iterator[Placed]:
             continue
         members = asked.members(indices, lambda param: asked.kinds[param] == "replicated")
         params, specs, *_ = members
-        own_outer, levels = outer if peers == everyone else None, 1
-        if own_outer is None:
-            levels = levels_of(specs, asked.links(peers), beside, on_cpu=not asked.on_gpu)
-        shared = asked.sharing(members, specs, peers, own_outer, levels)
+        own_outer = outer if peers == everyone else None
+        shared = asked.sharing(members, specs, peers, own_outer, alone=own_outer is None)
         compared = replicated_by_all(len(params), peers.size) if beside.grads != "local" else ()
         yield Placed(params, specs, peers, asked.grid.peers(), peers, compared, (shared,))
 

@@ -25,6 +25,11 @@ from samestep.rules.rule import math_dtype
 STRIDED = {torch.strided}
 
 
+def same_objects(found: Sequence[object], known: Sequence[object]) -> bool:
+    """Whether both have the same objects in the same order; equal values are not enough."""
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
 class UnknownParameterError(RuntimeError):
     """A group has a parameter that it was not built with."""
 

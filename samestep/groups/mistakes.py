@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.comm.events import has_passed, recorded_event
+from samestep.comm.diagnosis.flight import has_passed, recorded_event
 from samestep.groups.gradient_writes import Look, look
 from samestep.groups.param_groups import members, parameter_names
 from samestep.groups.pipelines import PipelineStages, instances_of, with_subclasses

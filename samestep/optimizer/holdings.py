@@ -36,7 +36,7 @@ from samestep.shards.local import LocalParameters
 from samestep.shards.placement import Placement
 from samestep.shards.planner import Planner
 from samestep.shards.registry import kind_of
-from samestep.shards.replicated.gathering import ParametersInFlight
+from samestep.shards.replicated.awaited import ParametersInFlight
 from samestep.shards.replicated.replicated import ReplicatedParameters
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from samestep.optimizer.step import StepRunner
 from samestep.rules import checks
 from samestep.rules.state import State
 from samestep.shards.local import plain
-from samestep.shards.replicated.gathering import ParametersInFlight, wait_for_anyone
+from samestep.shards.replicated.awaited import ParametersInFlight, wait_for_anyone
 from samestep.shards.replicated.replicated import ReplicatedParameters
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
+from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.layout.boxes import mesh_of
@@ -30,7 +31,6 @@ from samestep.rules.state import (
     whereabouts,
 )
 from samestep.shards.placement import Placement
-from samestep.shards.shard import same_objects
 from samestep.shards.windows import Unit, WindowPart, home_of
 from samestep.update.plain import Operand
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Call, Intent, Problem
+from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, local_of, whole_box
 from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, Stage, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
 from samestep.rules.stored import REMAINDER_KEY
-from samestep.shards.shard import same_objects
 from samestep.shards.windows import Unit, WindowPart, Windows
 from samestep.update.offload import Staging
 from samestep.update.plain import GroupMaths, Operand, scale

@@ -30,7 +30,7 @@ from samestep.rules.state import StoredTensors, state_shapes, stored_tensors
 from samestep.shards.copies import Copies, find_copies, refuse_copies_nobody_averages
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.registry import KINDS, Kind, kind_of
-from samestep.shards.replicated.gathering import ParametersInFlight
+from samestep.shards.replicated.awaited import ParametersInFlight
 from samestep.shards.replicated.launch_order import LaunchOrder
 
 if TYPE_CHECKING:

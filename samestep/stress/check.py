@@ -25,7 +25,7 @@ from samestep.layout.boxes import mesh_of
 from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules import RULES
-from samestep.shards.replicated.gathering import wait_for_anyone
+from samestep.shards.replicated.awaited import wait_for_anyone
 
 if TYPE_CHECKING:
     from samestep.stress.outside_copies import OutsideCopies

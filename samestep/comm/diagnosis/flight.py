@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from samestep.comm.diagnosis.roll_call import Answer, RollCall, verdict
@@ -201,3 +202,23 @@ def _elsewhere(silent: set[int], answered: set[int]) -> list[str]:
 
     watching = watch.current()
     return [] if watching is None else watching.elsewhere(silent, answered)
+
+
+# --- how far a GPU has got, asked without waiting for it ------------------------------------------
+
+
+def recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """Passes when the present stream has done what it was told so far; None on the host."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def has_passed(event: torch.cuda.Event) -> bool:
+    """Whether the stream has come to it; never, if the GPU has failed."""
+    try:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False

@@ -19,8 +19,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from samestep.comm.diagnosis.flight import Flight
-from samestep.comm.events import has_passed, recorded_event
+from samestep.comm.diagnosis.flight import Flight, has_passed, recorded_event
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.plan.transfers import Transfer
 

@@ -50,7 +50,12 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm import nccl
-from samestep.comm.diagnosis.flight import CollectiveError, is_of_communication
+from samestep.comm.diagnosis.flight import (
+    CollectiveError,
+    has_passed,
+    is_of_communication,
+    recorded_event,
+)
 from samestep.comm.diagnosis.roll_call import (
     ANSWER_S,
     Answer,
@@ -62,7 +67,6 @@ from samestep.comm.diagnosis.roll_call import (
     ranks_text,
     this_process,
 )
-from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import default_timeout, timeout_of
 from samestep.plan.transfers import Transfer
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from samestep.comm.groups import RankGroup
+from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.boxes import Box, local_of
 from samestep.plan.chunks import PlannedBlock
@@ -19,7 +20,6 @@ from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Whereabouts
 from samestep.rules.stored import block_size
-from samestep.shards.shard import same_objects
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
 Slices = tuple[slice, ...]

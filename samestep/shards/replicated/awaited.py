@@ -1,17 +1,23 @@
 """Parameters that are on their way from other ranks: whoever touches one waits for it.
 
+`ParametersInFlight` has what is still on its way when a step is over: modules wait for their own
+parameters, and everyone else for all.
+
 While it is on its way a parameter has another class, which torch's functions and methods ask before
 they run (`__torch_function__`); the first of them waits, and gives it its class back. Only C++ code
 that is handed a parameter itself, and memory that somebody took of it before, know nothing of that.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from samestep.layout.boxes import mesh_of
 
 ARRIVAL = "_samestep_arrival"  # attribute: what returns when the parameter has arrived
 _grad: Any = torch._C.TensorBase.grad
@@ -112,3 +118,104 @@ def _on_their_way(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _on_their_way(value)
         elif isinstance(value, dict):
             yield from _on_their_way(value.values())
+
+
+# --- who waits for what is on its way when a step is over --------------------------------------
+
+# They compute with the weights of modules inside them, without calling these.
+READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+class ParametersInFlight:
+    """Gathers that nobody has waited for yet: `arrivals`, by parameter.
+
+    Modules that are watched wait before they run, are saved or are loaded into. Everyone else
+    who reads or writes parameters between steps calls `wait_for_all` first.
+    """
+
+    def __init__(self) -> None:
+        self.arrivals: dict[Tensor, Callable[[], None]] = {}
+        self._watched: set[Tensor] = set()
+        _tables.add(weakref.ref(self, _tables.discard))
+
+    def watch(self, model: nn.Module) -> None:
+        """From now on the modules of a model wait for their own parameters."""
+        for module in model.modules():
+            reads_children = isinstance(module, READ_THEIR_CHILDREN)
+            own = list(module.parameters(recurse=reads_children))
+            if own:
+                wait = _kind_of_hook()(self, recurse=reads_children)
+                module.register_forward_pre_hook(wait, prepend=True)
+                module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+                self._watched.update(own)
+
+    def all_watched(self, params: Iterable[Tensor]) -> bool:
+        """Whether some module waits for each of them."""
+        return self._watched.issuperset(params)
+
+    def add(self, params: Iterable[Tensor], arrive: Callable[[], None]) -> None:
+        """These are on their way until `arrive` was called; calling it again does nothing."""
+        for param in params:
+            self.arrivals[param] = arrive
+            # Whoever takes the part of a DTensor takes a view, which autograd keeps: the memory
+            # that it shares with others must not be written any more.
+            whole = mesh_of(param) is not None
+            mark(param, self.wait_for_all if whole else partial(self.wait_for, (param,)))
+
+    def wait_for(self, params: Iterable[Tensor]) -> None:
+        """Return when these have arrived."""
+        if self.arrivals:
+            for param in params:
+                arrive = self.arrivals.pop(param, None)
+                if arrive is not None:
+                    arrive()
+                    unmark(param)
+
+    def wait_for_all(self) -> None:
+        """Return when nothing is on its way."""
+        self.wait_for(list(self.arrivals))
+
+
+class _WaitFor:
+    """A hook of a module. A copy of the model has none; the original's are not saved with it."""
+
+    def __init__(self, in_flight: ParametersInFlight, *, recurse: bool) -> None:
+        self._in_flight = in_flight
+        self._recurse = recurse
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self._in_flight.wait_for(module.parameters(recurse=self._recurse))
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+@cache
+def _kind_of_hook() -> type[_WaitFor]:
+    """The hooks, which compilers leave alone from now on.
+
+    To say so imports all of torch._dynamo, as long again as torch itself: not before there is one.
+    """
+    disable: Any = torch.compiler.disable
+    _WaitFor.__call__ = disable(_WaitFor.__call__)  # type: ignore[method-assign]
+    return _WaitFor
+
+
+class _Nothing:
+    def __call__(self, *_: object) -> None:
+        """The copied or loaded model belongs to no optimizer."""
+
+
+# A set of references, since a WeakSet cannot be looked through while another thread makes an
+# optimizer. Copying a set is one step for all threads.
+_tables: set["weakref.ref[ParametersInFlight]"] = set()
+
+
+def wait_for_anyone(params: Iterable[Tensor]) -> None:
+    """Return when these have arrived, whichever optimizer has sent them on their way."""
+    wanted = list(params)
+    for reference in list(_tables):
+        table = reference()
+        if table is not None:
+            table.wait_for(wanted)

@@ -1,22 +1,26 @@
 """The shards of the pieces that a rank owns, as updates see them.
 
+A step is short beside the making of views, so shards are made once and kept until a parameter or a
+state tensor was replaced by another object.
+
 State that stays on the host is updated in windows: a window that has come to the device lies
 elsewhere than its shard's state.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group, rule_of
 from samestep.plan.schedule import WindowId
 from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import MatrixView, State, Whereabouts, matrix_views, whereabouts
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_state import StatePacking, piece_shape
-from samestep.shards.shard import Shard, same_objects
 from samestep.shards.windows import Unit, WindowPart, Windows
 
 if TYPE_CHECKING:
@@ -24,6 +28,23 @@ if TYPE_CHECKING:
 
 # A piece or a range of it, its gradient in the shape of the block, its matrices.
 Seen = tuple[Piece, Tensor, list[MatrixView]]
+
+
+@dataclass(eq=False)
+class Shard:
+    """A part of a parameter on this rank.
+
+    value: (size,), or (rows, cols) of a block; a view of the parameter if `is_view`, else a copy.
+    state: by key, in the shapes that the rule declares; where the state stays between steps.
+    where: which elements of the whole parameter these are, if any state is rounded at random.
+    matrices: what the rule sees, with state that stays on the device; empty until it is asked for.
+    """
+
+    value: Tensor
+    is_view: bool
+    state: State
+    where: Whereabouts | None
+    matrices: list[MatrixView] = field(default_factory=list)
 
 
 class PieceShards:

@@ -189,7 +189,7 @@ def plan_copies(
     *,
     outer: int,
     uneven: bool,
-    levels: int,
+    alone: bool,
     watched: bool,
 ) -> ReplicatedPlan:
     """Plan for parameters that the ranks of a fabric hold copies of.
@@ -197,8 +197,11 @@ def plan_copies(
     specs: of the parameters; of DTensors those of even shares.
     outer: groups of ranks that do the same; 1: there are no others.
     uneven: the backend gathers unequal lengths in one call.
-    levels: 2: buckets go inside hosts and across them.
+    alone: they are plain parameters, and no other groups of ranks do the same, so that buckets may
+        go in two levels, inside hosts and across them.
     """
+    on_cpu = device.type == "cpu"
+    levels = levels_of(specs, fabric, distribution, on_cpu=on_cpu) if alone else 1
     plan = _shared_plan(tuple(specs), fabric, distribution, levels)
     policy = distribution.bucket_policy(fabric.ranks, outer, device, uneven=uneven, levels=levels)
     return ReplicatedPlan(members, distribution, plan, policy, watched)

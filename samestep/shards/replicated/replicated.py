@@ -29,7 +29,7 @@ from samestep.shards.replicated.gathering import ParameterGatherer
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen
 from samestep.shards.replicated.piece_state import PieceState, StateEntry
-from samestep.shards.replicated.planned import levels_of, plan_copies, refuse_levels
+from samestep.shards.replicated.planned import plan_copies, refuse_levels
 from samestep.shards.replicated.reduction import GradientReducer
 from samestep.shards.windows import Unit, home_of
 from samestep.update.plain import GroupMaths, Operand, scale
@@ -89,11 +89,8 @@ class ReplicatedParameters(Placement):
         self.device = self.held.value(0).device
         ordered = distribution.reduction == "ordered"
         fabric = fabric_of(group, self.device, distribution.ranks_per_host, ordered=ordered)
-        is_alone = layout is None and outer is None
-        refuse_levels(distribution, fabric, group.members, is_alone=is_alone)
-        levels = 1
-        if is_alone:
-            levels = levels_of(specs, fabric, distribution, on_cpu=self.device.type == "cpu")
+        alone = layout is None and outer is None
+        refuse_levels(distribution, fabric, group.members, is_alone=alone)
         if layout is not None:
             whole = zip(specs, layout.held, strict=True)
             specs = tuple(even_share(spec, of_ranks.boxes) for spec, of_ranks in whole)
@@ -105,7 +102,7 @@ class ReplicatedParameters(Placement):
             self.device,
             outer=1 if outer is None else outer.size,
             uneven=is_nccl(group, self.device),
-            levels=levels,
+            alone=alone,
             watched=request.in_flight.all_watched(self.params),
         )
         shares = planned.plan
@@ -116,6 +113,7 @@ class ReplicatedParameters(Placement):
             self._plan_lines += layout.lines(shares.params)
             planned = planned.restricted_to(list(map(shard_spec, shares.params, layout.boxes)))
         self.plan, self.shape = planned.plan, planned.shape
+        levels = planned.policy.levels
         self._names = [spec.name for spec in shares.params]
         hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
         # The first difference is told: parameters and options come before the plan made of them.

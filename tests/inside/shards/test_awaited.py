@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from samestep.shards.replicated.gathering import ParametersInFlight, wait_for_anyone
+from samestep.shards.replicated.awaited import ParametersInFlight, wait_for_anyone
 
 
 def test_optimizers_are_made_in_several_threads_at_once():

@@ -10,6 +10,7 @@ from statistics import geometric_mean, mean
 import pytest
 
 from samestep.stress.layouts import LAYOUTS
+from samestep.stress.matrix import table
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.scenarios import SCENARIOS
 
@@ -311,3 +312,76 @@ def test_the_page_of_the_harness_lists_what_there_is():
     )
     layouts = text[text.index("## Layouts") : text.index("### Copies and parts")]
     assert [name for name in LAYOUTS if f"`{name}`" not in layouts] == []
+
+
+def test_layouts_beside_one_process():
+    """The page is what its command makes of the receipt."""
+    found = json.loads((ROOT / "receipts" / "hybrid.json").read_text())
+    assert found["verdict"] == "pass"
+    assert (ROOT / "docs" / "hybrid_table.md").read_text() == table(found["rows"])
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_programs_of_xla(devices):
+    cases = applying(f"xla_{devices}")
+    classic, random = (
+        {case["program"]["programs"] for case in cases if case["scenario"] == name}
+        for name in ("dist_adamw_muon", "dist_adamw_muon_random")
+    )
+    programs = " and ".join(str(most) for (most,) in (classic, random))
+    (whole,) = [c for c in cases if (c["scenario"], c["layout"]) == ("dist_adamw_muon", "xla_data")]
+    bytes_of = whole["program"]
+    assert {case["program"]["host_reads"] for case in cases} == {0}
+    said = f"| {programs} | {bytes_of['state_bytes']}, {bytes_of['even_state_bytes']}"
+    (row,) = [
+        line
+        for line in (ROOT / "docs" / "xla.md").read_text().splitlines()
+        if line.startswith(f"| `receipts/xla_{devices}` |")
+    ]
+    assert said in row
+    furthest = Counter()
+    for sample in (sample for case in cases for sample in case["samples"]):
+        for kind, distance in (sample["reference"] or {}).items():
+            furthest[kind] = max(furthest[kind], distance or 0)
+    muon = max(distance for kind, distance in furthest.items() if kind.startswith("mu"))
+    far = [f"{distance:.1e}".replace("e-0", "e-") for distance in (furthest["adam"], muon)]
+    assert f"| {', '.join(far)} |" in row
+
+
+def test_speed_of_checkpoints():
+    found = result("checkpoint_250m")
+    rows = {
+        "throughput, of that of `dcp.save`": f"{found['found']['with checksums']:.2f}",
+        "the same without checksums": f"{found['found']['without checksums']:.2f}",
+        "memory on top, of what a rank holds": f"{found['found']['extra memory']:.3f}",
+        "time that `async_save` blocks, of the whole save": f"{found['found']['blocked']:.3f}",
+    }
+    assert_said("docs/checkpoints.md", *(f"| {name} | {value} |" for name, value in rows.items()))
+    seconds = found["medians"]
+    assert_said(
+        "docs/checkpoints.md",
+        f"2,962 MB took {seconds['ours']:.1f} s with checksums, "
+        f"{seconds['ours unchecked']:.1f} s without, and {seconds['dcp']:.1f} s with `dcp.save`",
+    )
+
+
+def test_times_of_plans():
+    """Steps that were planned beside steps that were taken."""
+
+    def errors(name):
+        rows = result(f"plan_time_{name}")["rows"]
+        return [row["error"] for row in rows], rows
+
+    on_wall, rows = errors("wall")
+    assert_said("docs/plan.md", f"{sum(abs(e) <= 0.25 for e in on_wall)} of {len(on_wall)} steps")
+    of_two = [abs(row["error"]) for row in rows if row["ranks"] == 2]
+    assert_said("docs/plan.md", f"On 2 ranks within {100 * max(of_two):.0f}%")
+    by_cpu, _ = errors("cpu")
+    assert max(map(abs, by_cpu)) <= 0.1
+    assert_said("docs/plan.md", f"had {len(by_cpu)} of {len(by_cpu)} within 10%")
+    of_sixteen, _ = errors("cpu_16")
+    worst = 100 * max(map(abs, of_sixteen))
+    assert_said("docs/plan.md", f"{len(of_sixteen)} of {len(of_sixteen)} within {worst:.0f}%")
+    of_hosts, _ = errors("2_hosts")
+    assert max(map(abs, of_hosts)) <= 0.25
+    assert_said("docs/plan.md", f"{len(of_hosts)} of {len(of_hosts)} within 25%")

@@ -40,6 +40,7 @@ SCRIPTS = sorted(
     path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
 RUN_ELSEWHERE = {
+    "muon_claims": "tests.bench.test_muon_claims",
     "muon_schedules": "tests.bench.test_muon_schedules",
     "scaling": "tests.inside.planning.test_scaling",
     "two_hosts": "tests.mesh.test_two_hosts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -80,6 +81,27 @@ def test_real_models_are_within_five_percent_of_the_bound(model, ranks):
     found = balance(balanced_owners(flops, sizes, ranks), flops, sizes, ranks)
     assert found.bound <= found.busiest <= 1.05 * found.bound
     assert found.fullest >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "row"),
+    [
+        ("gpt", 8, "| GPT, width 2048, 24 layers | 8 |"),
+        ("gpt", 64, "| | 64 |"),
+        ("llama", 8, "| Llama-8B | 8 |"),
+        ("llama", 64, "| | 64 |"),
+    ],
+)
+def test_the_page_has_what_owners_do(model, ranks, row):
+    flops, sizes = costs(MODELS[model])
+    balanced, cyclic = (
+        balance(owners, flops, sizes, ranks)
+        for owners in (balanced_owners(flops, sizes, ranks), cyclic_owners(len(flops), ranks))
+    )
+    busiest, turns = balanced.busiest / balanced.bound, cyclic.busiest / cyclic.bound
+    # In the third column slices of other parameters make up for what blocks leave uneven.
+    said = f"{row} {busiest:.2f} | 1.00 | {balanced.fullest:.2f} | {turns:.2f} |"
+    assert said in (Path(__file__).parents[3] / "docs" / "distributed.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [7, 31, 61])

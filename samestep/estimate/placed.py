@@ -286,11 +286,7 @@ class OnRank(NamedTuple):
         blocks = self.spreading.shape
         if self.sharing is None:
             return blocks
-        return self.sharing.shape._replace(
-            chunks=blocks.chunks,
-            gives_back=blocks.gives_back,
-            planned_chunks=blocks.planned_chunks,
-        )
+        return self.sharing.shape.with_chunks_of(blocks)
 
 
 def on_rank(placement: Placed, grid: Grid, rank: int | None) -> OnRank:

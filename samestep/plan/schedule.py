@@ -203,6 +203,14 @@ class PlacementShape(NamedTuple):
     windows: tuple[tuple[int, ...], ...] = ()  # of each bucket
     chunk_windows: tuple[int, ...] = ()  # of each chunk
 
+    def with_chunks_of(self, blocks: "PlacementShape") -> "PlacementShape":
+        """The same, whose blocks come together in the chunks of another."""
+        return self._replace(
+            chunks=blocks.chunks,
+            gives_back=blocks.gives_back,
+            planned_chunks=blocks.planned_chunks,
+        )
+
     def sending(self, kind: type[S], about: BucketId) -> S:
         """An operation about a bucket or a chunk, with what it sends."""
         every = self.transfers if kind in (Reduce, Gather) else self.planned_chunks

@@ -133,12 +133,14 @@ class ReplicatedPlan:
     plan: who updates which pieces, in which buckets; of DTensors for the shards of this rank.
     even: of DTensors the same for even shares of what a mesh holds, as all its ranks have it;
         None: parameters are plain.
+    fabric: the links between its ranks.
     policy: which collectives carry the buckets.
     watched: modules wait for all of the parameters.
     """
 
     members: PlanMembers
     distribution: Distribution
+    fabric: Fabric
     plan: ShardingPlan
     policy: BucketPolicy
     watched: bool
@@ -204,4 +206,4 @@ def plan_copies(
     levels = levels_of(specs, fabric, distribution, on_cpu=on_cpu) if alone else 1
     plan = _shared_plan(tuple(specs), fabric, distribution, levels)
     policy = distribution.bucket_policy(fabric.ranks, outer, device, uneven=uneven, levels=levels)
-    return ReplicatedPlan(members, distribution, plan, policy, watched)
+    return ReplicatedPlan(members, distribution, fabric, plan, policy, watched)

@@ -29,7 +29,7 @@ from samestep.shards.replicated.gathering import ParameterGatherer
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen
 from samestep.shards.replicated.piece_state import PieceState, StateEntry
-from samestep.shards.replicated.planned import plan_copies, refuse_levels
+from samestep.shards.replicated.planned import ReplicatedPlan, plan_copies, refuse_levels
 from samestep.shards.replicated.reduction import GradientReducer
 from samestep.shards.windows import Unit, home_of
 from samestep.update.plain import GroupMaths, Operand, scale
@@ -74,84 +74,45 @@ class ReplicatedParameters(Placement):
         layout: "MeshLayout | None" = None,
         everyone: RankGroup | None = None,
     ) -> None:
-        params, specs = members.params, members.specs
         group, divisor, outer = reduction
-        distribution = request.distribution
-        if request.brings_together:
-            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
-            distribution = distribution.beside_dtensors()
-        self.params = list(params)
-        self.group_indices = tuple(sorted({spec.group for spec in specs}))
-        self.held = LocalTensors(params)
+        self.params = list(members.params)
+        self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
+        self.held = LocalTensors(self.params)
+        self.device = self.held.value(0).device
+        # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
+        beside = request.brings_together
+        self.distribution = request.distribution
+        self.distribution = self.distribution.beside_dtensors() if beside else self.distribution
         self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
-        self.distribution = distribution
-        self.device = self.held.value(0).device
-        ordered = distribution.reduction == "ordered"
-        fabric = fabric_of(group, self.device, distribution.ranks_per_host, ordered=ordered)
-        alone = layout is None and outer is None
-        refuse_levels(distribution, fabric, group.members, is_alone=alone)
-        if layout is not None:
-            whole = zip(specs, layout.held, strict=True)
-            specs = tuple(even_share(spec, of_ranks.boxes) for spec, of_ranks in whole)
-        planned = plan_copies(
-            members,
-            specs,
-            fabric,
-            distribution,
-            self.device,
-            outer=1 if outer is None else outer.size,
-            uneven=is_nccl(group, self.device),
-            alone=alone,
-            watched=request.in_flight.all_watched(self.params),
-        )
-        shares = planned.plan
-        self._plan_lines = shares.lines()
+        # Inside a mesh others hold other shards: only copies are compared.
+        self._holding_alike = list(self._groups)
         if layout is not None:
             self._groups.append(layout.group)
             self.sums_over = everyone
-            self._plan_lines += layout.lines(shares.params)
-            planned = planned.restricted_to(list(map(shard_spec, shares.params, layout.boxes)))
+        planned = self._planned(request, members, outer, layout)
         self.plan, self.shape = planned.plan, planned.shape
-        levels = planned.policy.levels
-        self._names = [spec.name for spec in shares.params]
-        hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
-        # The first difference is told: parameters and options come before the plan made of them.
-        lines = [*distribution.lines(), f"divisor = {divisor}", *shares.parameter_lines()]
-        # Users may set `grad_dtype` of a parameter, which decides what is sent.
-        lines += [
-            f"{name}: gradients of {gradient_dtype(param)}"
-            for name, param in zip(self._names, params, strict=True)
-        ]
-        lines += [*members.lines, *self._plan_lines, describe_kernels(self.device), hosts]
-        agree_on_plan(self._names, self.held.values(), lines, self._groups, members.problem)
         # The ranks in the order of the plan's segments.
-        self.places = group._replace(hosts=fabric.hosts)
-        if levels == 2:
-            self.places = in_two_levels(group, fabric.per_host)
-        reduction = reduction._replace(ranks=self.places)
+        self.places = group._replace(hosts=planned.fabric.hosts)
+        if planned.policy.levels == 2:
+            self.places = in_two_levels(group, planned.fabric.per_host)
+        self._names = [spec.name for spec in self.plan.params]
+        lines = [*self.distribution.lines(), f"divisor = {divisor}", *self._lines(planned, layout)]
+        agree_on_plan(self._names, self.held.values(), lines, self._groups, members.problem)
         self._flat: FlatParameters | None = None
-        if distribution.buffers == "flat":
-            self._flat = FlatParameters(
-                self.held, self.plan, poison=distribution.poison_early_reads
-            )
-        # Inside a mesh others hold other shards: only copies are compared.
-        self._holding_alike = self._groups if layout is None else [group]
+        if self.distribution.buffers == "flat":
+            poison = self.distribution.poison_early_reads
+            self._flat = FlatParameters(self.held, self.plan, poison=poison)
         self.mend_replicas()
         self.mesh: MeshSide | None = None
         if layout is not None:
             self.mesh = self._mesh_side(layout)
-            for_blocks = self.mesh.blocks.exchange.shape
-            self.shape = self.shape._replace(
-                chunks=for_blocks.chunks,
-                gives_back=for_blocks.gives_back,
-                planned_chunks=for_blocks.planned_chunks,
-            )
+            self.shape = self.shape.with_chunks_of(self.mesh.blocks.exchange.shape)
         self.reducer = GradientReducer(
             self.held,
             self.plan,
-            reduction,
-            distribution,
+            reduction._replace(ranks=self.places),
+            self.distribution,
             planned.policy,
             self.shape.transfers,
             request.order,
@@ -165,20 +126,80 @@ class ReplicatedParameters(Placement):
             request.in_flight if self.shape.defers else None,
         )
         self._order = request.order
-        replicated = None if layout is None else layout.replicated
-        if layout is None and distribution.grads == "reduced":
-            along = replicated_by_all(len(self.params), group.size)
-            replicated = ReplicatedHere(along, (0,), group, _WAY_OUT)
+        replicated = self._replicated_here() if layout is None else layout.replicated
         self.compares_copies = replicated is not None
         self._presence = PresenceAgreement(self._names, self._groups, self.device, replicated)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
-        if distribution.grads == "local" and not distribution.overlap_grad_reduce:
+        if self.shape.reduces and not self.distribution.overlap_grad_reduce:
             self._edits = GradientEdits(self.params)
         # By bucket: the pieces that this rank owns, and where they lie in its segment.
         self._owned = [bucket.owned(self.places.rank).places() for bucket in self.plan.buckets]
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._kinds_agreed = False
+
+    def _planned(
+        self,
+        request: "Request",
+        members: PlanMembers,
+        outer: RankGroup | None,
+        layout: "MeshLayout | None",
+    ) -> ReplicatedPlan:
+        """The plan of this rank; the same on all ranks but for their shards of DTensors."""
+        group, device, distribution = self.group, self.device, self.distribution
+        ordered = distribution.reduction == "ordered"
+        fabric = fabric_of(group, device, distribution.ranks_per_host, ordered=ordered)
+        alone = layout is None and outer is None
+        refuse_levels(distribution, fabric, group.members, is_alone=alone)
+        specs = members.specs
+        if layout is not None:
+            wholes = zip(specs, layout.held, strict=True)
+            specs = tuple(even_share(spec, of_ranks.boxes) for spec, of_ranks in wholes)
+        planned = plan_copies(
+            members,
+            specs,
+            fabric,
+            distribution,
+            device,
+            outer=1 if outer is None else outer.size,
+            uneven=is_nccl(group, device),
+            alone=alone,
+            watched=request.in_flight.all_watched(self.params),
+        )
+        if layout is not None:
+            return planned.restricted_to(list(map(shard_spec, specs, layout.boxes)))
+        return planned
+
+    def _lines(self, planned: ReplicatedPlan, layout: "MeshLayout | None") -> list[str]:
+        """What all ranks must have alike, as text: the first line that differs is told.
+
+        Parameters and options come before the plan made of them.
+        """
+        shares = planned.even or planned.plan
+        self._plan_lines = shares.lines()
+        if layout is not None:
+            self._plan_lines += layout.lines(shares.params)
+        # Users may set `grad_dtype` of a parameter, which decides what is sent.
+        dtypes = [
+            f"{name}: gradients of {gradient_dtype(param)}"
+            for name, param in zip(self._names, self.params, strict=True)
+        ]
+        levels = f"in {planned.policy.levels} levels"
+        return [
+            *shares.parameter_lines(),
+            *dtypes,
+            *planned.members.lines,
+            *self._plan_lines,
+            describe_kernels(self.device),
+            f"{planned.fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, {levels}",
+        ]
+
+    def _replicated_here(self) -> ReplicatedHere | None:
+        """Plain parameters of which all ranks must have the same gradients, if any."""
+        if self.shape.reduces:
+            return None
+        along = replicated_by_all(len(self.params), self.group.size)
+        return ReplicatedHere(along, (0,), self.group, _WAY_OUT)
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedParameters]":

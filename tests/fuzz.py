@@ -329,7 +329,10 @@ def _muon(draw: random.Random, rule: str) -> dict[str, Any]:
         "momentum": (0.5, [0.0, 0.5, 0.95]),
         "nesterov": (0.4, [True, False]),
         "momentum_form": (0.3, ["sum", "ema"]),
-        "orthogonalize": (0.5, ["newton-schulz", "quintic", "cans", "aol", "cubic"]),
+        "orthogonalize": (
+            0.5,
+            ["newton-schulz", "quintic", "cans", "aol", "cubic", "polar-express-3"],
+        ),
         "ns_steps": (0.15, [3, 7]),
         "execution": (0.3, ["standard", "gram"]),
         "eps": (0.2, [1e-3]),

@@ -58,6 +58,26 @@ POLYNOMIALS: dict[str, Polynomial] = {
         ),
         norm_factor=1.01,
     ),
+    # The same for 4 and 3 steps, with the same safety factor and cushion, on the intervals that
+    # they bring as near 1 as those five bring theirs: [4.1e-3, 1] and [1.7e-2, 1]. Made by
+    # `python -m benchmarks.quintics`.
+    "polar-express-4": Polynomial(
+        (
+            (8.052883582775221, -22.197527146338555, 15.676948541745741),
+            (3.891667802292666, -2.7724841532176883, 0.50606481785034),
+            (3.2857536577556536, -2.368129493342537, 0.4644902423300309),
+            (2.3465413258596373, -1.7097828382687061, 0.4232355116930524),
+        ),
+        norm_factor=1.01,
+    ),
+    "polar-express-3": Polynomial(
+        (
+            (7.655008779852204, -21.10079742859885, 14.902385896282563),
+            (3.2857536577556536, -2.368129493342537, 0.4644902423300309),
+            (2.346541325859637, -1.7097828382687066, 0.42323551169305273),
+        ),
+        norm_factor=1.01,
+    ),
     # Cesista, You and Jordan 2025, leloykun.github.io/ponder/muon-opt-coeffs, as modded-nanogpt,
     # dion and Emerging-Optimizers run it.
     "quintic": Polynomial(

@@ -454,7 +454,7 @@ REGISTER: tuple[Assumption, ...] = (
         "gradients left alone",
         "Nobody changes a gradient after it was reduced inside backward.",
         _overlapped,
-        "samestep.shards.replicated.reduction:GradientReducer._changed_gradient",
+        "samestep.shards.replicated.sent_gradients:SentGradients.changed",
         "in every step",
     ),
     Assumption(

@@ -318,7 +318,7 @@ class Holdings:
     def refuse_lost_gradients(self) -> None:
         """Raise if plans have gradients that are nowhere else: new plans would not."""
         for placement in self.shared:
-            name = placement.reducer.only_here()
+            name = placement.reducer.sent.only_here()
             if name is not None:
                 raise RuntimeError(
                     "parameters of the optimizer were replaced, and the gradient of "

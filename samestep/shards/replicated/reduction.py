@@ -5,10 +5,9 @@ is reduced inside backward once all its gradients have arrived and every bucket 
 launched; what never came is launched as zeros when the round ends. So all ranks launch the same
 buckets in the same order, whatever order autograd has and whatever it leaves out.
 
-A gradient that was reduced counts as long as `.grad` is what it was then, or what stands there in
-its place. Where it is gone (`zero_grad()`, `.grad = None`), this rank's part of the sum is void.
-The round is finished all the same, since others may be in it; all ranks hear of it when they agree
-on presence or in `synchronize()`, void the sum, and reduce what has come since in one more round.
+Where a gradient that was reduced is dropped (`sent_gradients`), the round is finished all the same,
+since others may be in it. All ranks hear of it when they agree on presence or in `synchronize()`,
+void the sum, and reduce what has come since in one more round.
 """
 
 import weakref
@@ -22,12 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.comm.collectives import Pending, add_up, gather_segments
 from samestep.comm.groups import GroupReduction, RankGroup
-from samestep.comm.presence import Drops, Problem
+from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
-from samestep.groups.gradient_writes import Look, look
-from samestep.groups.mistakes import EDITS_LOOKED_FOR
 from samestep.groups.pipelines import PipelineStages
-from samestep.layout.boxes import clone_in_place
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (
     BucketPolicy,
@@ -37,10 +33,10 @@ from samestep.plan.transfers import (
     divides_first,
     outer_transfers,
 )
-from samestep.shards.replicated.buffers import FlatGradients, PackedGradients, gradient_dtype
+from samestep.shards.replicated.buffers import FlatGradients, PackedGradients
 from samestep.shards.replicated.launch_order import LaunchOrder
 from samestep.shards.replicated.local_tensors import REPLICATED, LocalTensors
-from samestep.shards.replicated.reduced_gradient import ReducedGradient
+from samestep.shards.replicated.sent_gradients import SentGradients
 
 # One per parameter: of two optimizers that have it, the last one reduces it inside backward.
 _hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
@@ -66,7 +62,7 @@ def more_to_come(params: Iterable[Tensor]) -> Iterator[None]:
 class GradientReducer:
     """Turns local gradients into this rank's part of their mean.
 
-    `here[i]` tells whether parameter i had a gradient on this rank since the last step.
+    sent: the gradients of this rank since the last step.
     """
 
     def __init__(
@@ -119,15 +115,10 @@ class GradientReducer:
         self._divided: set[int] = set()  # buckets on their way that were divided first
         self._hooked: set[int] = set()
         self._unannounced: set[Tensor] | None = None  # see `unannounced`
-        self._steps = 0
         self.paused = False
         self.is_looked_at = False  # what `take` gives is taken once more
         self.problem: Problem | None = None
-        self.here = [False] * len(params)
-        # What `.grad` is while the sums have a gradient of this rank that counts, by parameter.
-        self._counted: dict[int, Tensor] = {}
-        self._dropped: set[int] = set()  # the sums have one that does not count any more
-        self._in_places: dict[int, ReducedGradient] = {}
+        self.sent = SentGradients(held, [spec.name for spec in plan.params], self._rank)
         # Of DTensors: what gradients were along the axes of their mesh, once there was one.
         self.kinds: list[tuple[int, ...]] = [()] * len(params)
         self._begin_round()
@@ -137,7 +128,7 @@ class GradientReducer:
     def _begin_round(self) -> None:
         self.launched = 0  # buckets
         self._order.restart()
-        self._taken: dict[int, Look | None] = {}  # gradients packed in this round
+        self.sent.begin_round()
         self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
         self._ended = False  # no gradient comes any more
         self._again: set[int] | None = None  # in a round after a drop: the only ones that travel
@@ -167,23 +158,23 @@ class GradientReducer:
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
-        is_sent = self._first_bucket[index] < self.launched
+        is_sent = index in self.sent.launched
         # With create_graph autograd adds by making a new tensor: as if the old one were dropped.
         if not (is_sent and torch.is_grad_enabled()):
-            self._look_for_drops([index])
-        if index not in self._dropped:  # or its place has what was sent
+            self.sent.look_for_drops([index])
+        if index not in self.sent.dropped:  # or its place has what was sent
             self._gradients.arrived(index)
-            if index in self._counted and not is_sent:
-                self._counted[index] = self._gradient_of(index)
+            if not is_sent:
+                self.sent.renew(index)
         if not self._distribution.overlap_grad_reduce:
             return
         self._order.gradient_arrived()
         if self.paused or not self._is_last(self._params[index]):
             return
         if is_sent:
-            if index in self._dropped:
+            if index in self.sent.dropped:
                 return  # it goes in the next round
-            raise self._came_late(index)
+            raise self.sent.came_late(index)
         awaited = self._await()
         for number in self._buckets_of(index):
             awaited[number].discard(index)
@@ -203,13 +194,6 @@ class GradientReducer:
         if self._unannounced is None:
             self._unannounced = PipelineStages(self._params).silent()
         return self._unannounced
-
-    def _came_late(self, index: int) -> RuntimeError:
-        return RuntimeError(
-            f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
-            "bucket was reduced: run all backward passes of a step but the last inside "
-            "no_sync(), or call synchronize() after each (and clip_grad_norm_() after the last)"
-        )
 
     def is_complete(self, bucket: int) -> bool:
         """Whether every gradient of a bucket that backward may give has arrived, and is there.
@@ -249,16 +233,17 @@ class GradientReducer:
         self._advance()
         transfer = self._transfers[number].reduce
         members = self._members[number]
-        self._look_for_drops(members)
+        self.sent.look_for_drops(members)
         self._look_at_placements(members)
         buffer = self._packed(number)
         if self._divides[number]:
             buffer = self._gradients.divided(number, buffer, self._headroom)
             self._divided.add(number)
         self.launched += 1
+        self.sent.launched.update(members)
         for index in members:
             if self._travels(index):
-                self._counted[index] = self._gradient_of(index)
+                self.sent.count(index)
             if self._last_bucket[index] == number:
                 self._take(index)
         self._flying[number] = add_up(transfer, buffer, self._group, reuse=self._reuses)
@@ -287,90 +272,18 @@ class GradientReducer:
                 self.problem = self.problem or Problem(RuntimeError(message), index)
             else:
                 self.kinds[index] = kinds or self.kinds[index]
-            if index in self._counted:  # it may have been cut
-                self._counted[index] = self._gradient_of(index)
+            self.sent.renew(index)  # it may have been cut
 
     def _travels(self, index: int) -> bool:
         """Whether this rank has a gradient to send in this round."""
-        held_back = index in self._dropped if self._again is None else index not in self._again
+        held_back = index in self.sent.dropped if self._again is None else index not in self._again
         return not held_back and self._held.has_gradient(index)
-
-    def _gradient_of(self, index: int) -> Tensor:
-        grad = self._params[index].grad
-        assert grad is not None
-        return grad
 
     def _take(self, index: int) -> None:
         """A gradient is all sent, or there was none."""
-        if self._travels(index):
-            self.here[index] = True
-            if self._gives_back and self.problem is None:  # or only zeros were sent
-                self._give_back(index)
-        self._taken[index] = self._look(index)
-
-    def _give_back(self, index: int) -> None:
-        """Nobody keeps a gradient that was sent; inside a step nobody looks for it either."""
-        if self._ended:
-            self._params[index].grad = None
-            self._counted.pop(index, None)
-        else:
-            self._params[index].grad = self._counted[index] = self._in_place_of(index)
-
-    def _in_place_of(self, index: int) -> ReducedGradient:
-        found = self._in_places.get(index)
-        if found is None:
-            reducer, param = weakref.ref(self), self._params[index]
-
-            def accumulates(grad: Tensor) -> None:
-                alive = reducer()
-                if alive is not None:
-                    alive._goes_on_with(index, grad)
-
-            found = ReducedGradient(param, gradient_dtype(param), self._name(index), accumulates)
-            self._in_places[index] = found
-        return found
-
-    def _goes_on_with(self, index: int, grad: Tensor) -> None:
-        """Backward adds to what was reduced, which it may do once the round is over."""
-        if self._first_bucket[index] < self.launched:
-            raise self._came_late(index)
-        self._counted[index] = grad
-
-    # --- gradients that were dropped -----------------------------------------------------------
-
-    def _look_for_drops(self, indices: Iterable[int]) -> None:
-        """See whose gradients are in the sums, and not in `.grad` any more."""
-        for index in indices:
-            counted = self._counted.get(index)
-            if counted is not None and self._params[index].grad is not counted:
-                self._drop(index)
-
-    def _drop(self, index: int) -> None:
-        del self._counted[index]
-        self._dropped.add(index)
-        self.here[index] = False
-
-    def drop_all(self) -> None:
-        """Somebody zeroes all gradients: what was reduced of them does not count any more."""
-        for index, counted in list(self._counted.items()):
-            self._drop(index)
-            if self._params[index].grad is counted and type(counted) is not ReducedGradient:
-                # It may lie where a sum will come.
-                self._params[index].grad = clone_in_place(counted)
-
-    def drops(self) -> Drops:
-        """What this rank has to say of them."""
-        everything = range(len(self._params))
-        return Drops(
-            dropped=[index in self._dropped for index in everything],
-            counted=[index in self._counted for index in everything],
-            again=self.launched > 0 and any(map(self._held.has_gradient, self._dropped)),
-        )
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether the sums have a gradient of this rank that does not count any more."""
-        return bool(self._dropped)
+        gives_back = self._gives_back and self.problem is None  # or only zeros were sent
+        travels = self._travels(index)
+        self.sent.take(index, travels=travels, gives_back=gives_back, ended=self._ended)
 
     def void(self, indices: Iterable[int], *, again: bool) -> None:
         """What was reduced of these parameters so far is dropped, on every rank.
@@ -381,7 +294,7 @@ class GradientReducer:
         for index in indices:
             for kept, place, _ in self._kept_of(index):
                 kept[place] = 0
-        dropped, self._dropped = self._dropped, set()
+        dropped = self.sent.take_dropped()
         if again:
             self._set_sums_aside()
             self._begin_round()
@@ -391,20 +304,7 @@ class GradientReducer:
     def is_whole_along(self, index: int, axis: int) -> bool:
         """Whether there was a gradient on this rank, and of a DTensor no summand along an axis."""
         kinds = self.kinds[index]
-        return self.here[index] and (not kinds or kinds[axis] == REPLICATED)
-
-    def only_here(self) -> str | None:
-        """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""
-        for index, here in enumerate(self.here):
-            if here and not self._held.has_gradient(index):
-                return self._name(index)
-        return None
-
-    def _look(self, index: int) -> Look | None:
-        """Where a gradient lies, and what tells whether it is written to."""
-        if not self._held.has_gradient(index):
-            return None
-        return look(self._gradient_of(index), values=self._steps < EDITS_LOOKED_FOR)
+        return self.sent.here[index] and (not kinds or kinds[axis] == REPLICATED)
 
     def _packed(self, number: int) -> Tensor:
         buffer = self._gradients.packed(number, without=self._without())
@@ -417,7 +317,7 @@ class GradientReducer:
         if self.problem is not None:
             return range(len(self._params))
         if self._again is None:
-            return self._dropped
+            return self.sent.dropped
         return set(range(len(self._params))) - self._again
 
     def _report_not_finite(self, bucket: Bucket, buffer: Tensor) -> None:
@@ -439,15 +339,16 @@ class GradientReducer:
 
     def end_round(self, problem: Problem | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
-        self._look_for_drops(list(self._counted))
-        self._look_at_placements(i for i in range(len(self._params)) if i not in self._taken)
-        self.problem = self.problem or problem or self._rival() or self._changed_gradient()
+        sent = self.sent
+        sent.look_for_drops()
+        self._look_at_placements(i for i in range(len(self._params)) if not sent.is_taken(i))
+        self.problem = self.problem or problem or self._rival() or sent.changed()
         self._ended = True
         for index, last in enumerate(self._last_bucket):
             if last < 0:
                 self._take(index)
-            elif index not in self._taken or index in self._dropped:
-                self.here[index] |= self._held.has_gradient(index)
+            elif not sent.is_taken(index) or index in sent.dropped:
+                sent.here[index] |= self._held.has_gradient(index)
 
     def _rival(self) -> Problem | None:
         """Another optimizer that launches inside the same backward, in no common order."""
@@ -464,54 +365,17 @@ class GradientReducer:
         )
         return Problem(RuntimeError(message))
 
-    def _changed_gradient(self) -> Problem | None:
-        """A gradient that was edited after it was packed would count in silence."""
-        for index, param in enumerate(self._params):
-            if type(param.grad) is ReducedGradient and index not in self._counted:
-                message = (
-                    f"the gradient of {self._name(index)!r} on rank {self._rank} was reduced for "
-                    "another step or by another optimizer, and is not there any more: call "
-                    "zero_grad() and backward() anew"
-                )
-                return Problem(RuntimeError(message), index)
-        for index, taken in self._taken.items():
-            if index not in self._counted or taken is None:
-                continue
-            if taken.writes(self._gradient_of(index)) == 0:
-                continue
-            found = self._held.gradient(index)
-            if found is not None and not found.any():  # zeroed, as by the model's zero_grad()
-                self._drop(index)
-                self.here[index] = True
-                continue
-            message = (
-                f"the gradient of {self._name(index)!r} was changed on rank {self._rank} after it "
-                "was reduced inside backward: call opt.clip_grad_norm_(max_norm) or pass "
-                "max_grad_norm= to clip, or build the optimizer with overlap_grad_reduce=False to "
-                "edit gradients"
-            )
-            return Problem(RuntimeError(message), index)
-        return None
-
     def accumulate(self) -> None:
         """Finish a round of which all is launched: keep the sums, free the gradients."""
         self._land_all()
         self._set_sums_aside()
-        for index in self._counted:
-            self._params[index].grad = None
-        self.show_as_reduced()
+        self.sent.free()
         self._begin_round()
 
     def _set_sums_aside(self) -> None:
         for number, kept in enumerate(self._sums):
             if kept is not None:
                 self._sums[number] = self._gradients.set_aside(kept)
-
-    def show_as_reduced(self) -> None:
-        """Where gradients were sent and are not in `.grad` any more, it says so."""
-        for index, here in enumerate(self.here):
-            if here and not self._held.has_gradient(index):
-                self._params[index].grad = self._counted[index] = self._in_place_of(index)
 
     def take(self, number: int) -> Tensor:
         """Wait for a bucket and give the mean of this rank's segment, in fp32 or wider."""
@@ -571,8 +435,8 @@ class GradientReducer:
         share = self._divisor / (1 if self.outer is None else self.outer.size)
         for kept, place, elements in self._kept_of(index):
             kept[place] = mean[elements] * share
-        self.here[index] = True
-        self.show_as_reduced()
+        self.sent.here[index] = True
+        self.sent.show_as_reduced()
 
     def _kept_of(self, index: int) -> Iterator[tuple[Tensor, slice, slice]]:
         """This rank's sums of a parameter: where they lie, and which of its elements they are."""
@@ -602,17 +466,12 @@ class GradientReducer:
     def finish_step(self) -> None:
         """The step has taken everything: start afresh."""
         self._order.stepped()
-        self._steps += 1
+        self.sent.steps += 1
         self.begin_step()
 
     def begin_step(self) -> None:
-        for index, counted in self._counted.items():
-            if type(counted) is ReducedGradient and self._params[index].grad is counted:
-                self._params[index].grad = None
-        self._counted.clear()
-        self._dropped.clear()
+        self.sent.forget()
         self._gradients.end_step()
-        self.here = [False] * len(self._params)
         self._begin_round()
 
     def abandon(self) -> None:

@@ -324,7 +324,7 @@ class ReplicatedParameters(Placement):
         if self.distribution.grads == "reduced":
             return super().whole_gradient(param)
         index = self._index(param)
-        here = torch.tensor([self.reducer.here[index]], dtype=torch.int64, device=self.device)
+        here = torch.tensor([self.reducer.sent.here[index]], dtype=torch.int64, device=self.device)
         mean = self.reducer.mean_of(index).view(self.plan.params[index].shape)
         for group in self._groups:
             here = maximum(f"presence of {self._names[index]}", here, group).wait()
@@ -450,12 +450,12 @@ class ReplicatedParameters(Placement):
     def keep_sums(self) -> None:
         """Wait for them, keep this rank's part, and begin a new round."""
         if self.distribution.grads == "local":
-            if self._presence.look_for_drops(self.reducer.has_dropped):
+            if self._presence.look_for_drops(bool(self.reducer.sent.dropped)):
                 self._void_dropped()
             self.reducer.accumulate()
 
     def drop_reduced(self) -> None:
-        self.reducer.drop_all()
+        self.reducer.sent.drop_all()
 
     def begin_look(self) -> None:
         self.reducer.is_looked_at = True
@@ -471,7 +471,7 @@ class ReplicatedParameters(Placement):
         self._end_of_blocks()
         self.reducer.is_looked_at = False
         if self.distribution.grads == "local":
-            self.reducer.show_as_reduced()
+            self.reducer.sent.show_as_reduced()
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Reduce, average, gather and place: one bucket."""
@@ -499,9 +499,9 @@ class ReplicatedParameters(Placement):
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
         whole = self.reducer.is_whole_along
-        dropped = self.reducer.has_dropped
+        dropped = bool(self.reducer.sent.dropped)
         self._present = self._presence.agree(
-            self.reducer.here, problem, self.intent, met, whole, dropped=dropped
+            self.reducer.sent.here, problem, self.intent, met, whole, dropped=dropped
         )
         if self._presence.dropped:
             self._void_dropped()
@@ -513,7 +513,7 @@ class ReplicatedParameters(Placement):
 
     def _void_dropped(self) -> None:
         """All ranks forget what was reduced of gradients that were dropped since."""
-        void, again = self._presence.agree_on_drops(self.reducer.drops())
+        void, again = self._presence.agree_on_drops(self.reducer.sent.drops())
         self.reducer.void(void, again=again)
 
     def _agree_on_kinds(self, sums: "MeshSums") -> None:

@@ -72,7 +72,7 @@ def mean_over_present_ranks() -> list[Any]:
     counts: dict[int, list[float]] = {}
 
     def agree(original: Any, self: ReplicatedParameters, problem: Any) -> None:
-        here = torch.tensor(self.reducer.here, dtype=torch.float32)
+        here = torch.tensor(self.reducer.sent.here, dtype=torch.float32)
         counts[id(self)] = total("ranks present", here, self.group).wait().tolist()
         original(self, problem)
 

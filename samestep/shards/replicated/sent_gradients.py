@@ -1,0 +1,211 @@
+"""Which gradients of this rank the sums have, and whether these gradients are what they were.
+
+A gradient that was reduced counts as long as `.grad` is what it was then, or what stands there in
+its place. Where it is gone (`zero_grad()`, `.grad = None`), this rank's part of the sum is void.
+One that was edited after it was reduced would count in silence without the edit: that is an error.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from samestep.comm.presence import Drops, Problem
+from samestep.groups.gradient_writes import Look, look
+from samestep.groups.mistakes import EDITS_LOOKED_FOR
+from samestep.layout.boxes import clone_in_place
+from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.local_tensors import LocalTensors
+from samestep.shards.replicated.reduced_gradient import ReducedGradient
+
+
+class SentGradients:
+    """The gradients of a plan's parameters since the last step, by index of the parameter.
+
+    here: whether there was a gradient on this rank.
+    dropped: the sums have a gradient that does not count any more.
+    launched: in this round a reduction has taken some of the gradient.
+    steps: how many steps there were.
+    """
+
+    def __init__(self, local: LocalTensors, names: Sequence[str], rank: int) -> None:
+        self._local, self._params = local, local.params
+        self._names, self._rank = names, rank
+        # What `.grad` is while the sums have a gradient of this rank that counts.
+        self._counted: dict[int, Tensor] = {}
+        self.dropped: set[int] = set()
+        self._stand_ins: dict[int, ReducedGradient] = {}
+        self.here = [False] * len(self._params)
+        self.steps = 0
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Nothing of the gradients that come now was reduced."""
+        self._looks: dict[int, Look | None] = {}  # at gradients that were packed
+        self.launched: set[int] = set()
+
+    def forget(self) -> None:
+        """The step is over, or has failed: no gradient of it counts any more."""
+        for index, counted in self._counted.items():
+            if type(counted) is ReducedGradient and self._params[index].grad is counted:
+                self._params[index].grad = None
+        self._counted.clear()
+        self.dropped.clear()
+        self.here = [False] * len(self._params)
+
+    # --- gradients that are reduced --------------------------------------------------------
+
+    def count(self, index: int) -> None:
+        """The sums get this gradient, which counts from now on."""
+        self._counted[index] = self._gradient(index)
+
+    def renew(self, index: int) -> None:
+        """Backward has added to a gradient that counts, or it was cut: `.grad` may be another."""
+        if index in self._counted:
+            self.count(index)
+
+    def take(self, index: int, *, travels: bool, gives_back: bool, ended: bool) -> None:
+        """A gradient is all sent, or there was none.
+
+        travels: this rank has one to send. gives_back: nobody keeps it.
+        ended: no gradient comes any more, so nobody looks for it either.
+        """
+        if travels:
+            self.here[index] = True
+        if travels and gives_back and ended:
+            self._params[index].grad = None
+            self._counted.pop(index, None)
+        elif travels and gives_back:
+            self._put_stand_in(index)
+        self._looks[index] = self._look(index)
+
+    def is_taken(self, index: int) -> bool:
+        """Whether `take` was called in this round."""
+        return index in self._looks
+
+    def free(self) -> None:
+        """The sums are kept: gradients that count are not needed any more."""
+        for index in self._counted:
+            self._params[index].grad = None
+        self.show_as_reduced()
+
+    def show_as_reduced(self) -> None:
+        """Where gradients were sent and are not in `.grad` any more, it says so."""
+        for index, here in enumerate(self.here):
+            if here and not self._local.has_gradient(index):
+                self._put_stand_in(index)
+
+    def only_here(self) -> str | None:
+        """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""
+        for index, here in enumerate(self.here):
+            if here and not self._local.has_gradient(index):
+                return self._names[index]
+        return None
+
+    def _gradient(self, index: int) -> Tensor:
+        grad = self._params[index].grad
+        assert grad is not None
+        return grad
+
+    def _look(self, index: int) -> Look | None:
+        """Where a gradient lies, and what tells whether it is written to."""
+        if not self._local.has_gradient(index):
+            return None
+        return look(self._gradient(index), values=self.steps < EDITS_LOOKED_FOR)
+
+    def _put_stand_in(self, index: int) -> None:
+        """Put a tensor without memory into `.grad`, which counts as the gradient did."""
+        stand_in = self._stand_ins.get(index)
+        if stand_in is None:
+            sent, param = weakref.ref(self), self._params[index]
+
+            def accumulates(grad: Tensor) -> None:
+                alive = sent()
+                if alive is not None:
+                    alive._goes_on_with(index, grad)
+
+            name = self._names[index]
+            stand_in = ReducedGradient(param, gradient_dtype(param), name, accumulates)
+            self._stand_ins[index] = stand_in
+        self._params[index].grad = self._counted[index] = stand_in
+
+    def _goes_on_with(self, index: int, grad: Tensor) -> None:
+        """Backward adds to what was reduced, which it may do once the round is over."""
+        if index in self.launched:
+            raise self.came_late(index)
+        self._counted[index] = grad
+
+    def came_late(self, index: int) -> RuntimeError:
+        """The error of a gradient whose bucket was reduced already."""
+        return RuntimeError(
+            f"parameter {self._names[index]!r} got a gradient on rank {self._rank} after its "
+            "bucket was reduced: run all backward passes of a step but the last inside "
+            "no_sync(), or call synchronize() after each (and clip_grad_norm_() after the last)"
+        )
+
+    # --- gradients that were dropped -----------------------------------------------------------
+
+    def look_for_drops(self, indices: Iterable[int] | None = None) -> None:
+        """See whose gradients are in the sums, and not in `.grad` any more; None: of all."""
+        for index in list(self._counted) if indices is None else indices:
+            counted = self._counted.get(index)
+            if counted is not None and self._params[index].grad is not counted:
+                self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        del self._counted[index]
+        self.dropped.add(index)
+        self.here[index] = False
+
+    def drop_all(self) -> None:
+        """Somebody zeroes all gradients: what was reduced of them does not count any more."""
+        for index, counted in list(self._counted.items()):
+            self._drop(index)
+            if self._params[index].grad is counted and type(counted) is not ReducedGradient:
+                # It may lie where a sum will come.
+                self._params[index].grad = clone_in_place(counted)
+
+    def drops(self) -> Drops:
+        """What this rank has to say of them."""
+        everything = range(len(self._params))
+        return Drops(
+            dropped=[index in self.dropped for index in everything],
+            counted=[index in self._counted for index in everything],
+            again=bool(self.launched) and any(map(self._local.has_gradient, self.dropped)),
+        )
+
+    def take_dropped(self) -> set[int]:
+        """The dropped ones, whose sums are void on all ranks from now on."""
+        dropped, self.dropped = self.dropped, set()
+        return dropped
+
+    # --- gradients that were edited --------------------------------------------------------
+
+    def changed(self) -> Problem | None:
+        """A gradient that was edited after it was packed would count in silence."""
+        for index, param in enumerate(self._params):
+            if type(param.grad) is ReducedGradient and index not in self._counted:
+                message = (
+                    f"the gradient of {self._names[index]!r} on rank {self._rank} was reduced for "
+                    "another step or by another optimizer, and is not there any more: call "
+                    "zero_grad() and backward() anew"
+                )
+                return Problem(RuntimeError(message), index)
+        for index, taken in self._looks.items():
+            if index not in self._counted or taken is None:
+                continue
+            if taken.writes(self._gradient(index)) == 0:
+                continue
+            found = self._local.gradient(index)
+            if found is not None and not found.any():  # zeroed, as by the model's zero_grad()
+                self._drop(index)
+                self.here[index] = True
+                continue
+            message = (
+                f"the gradient of {self._names[index]!r} was changed on rank {self._rank} after it "
+                "was reduced inside backward: call opt.clip_grad_norm_(max_norm) or pass "
+                "max_grad_norm= to clip, or build the optimizer with overlap_grad_reduce=False to "
+                "edit gradients"
+            )
+            return Problem(RuntimeError(message), index)
+        return None

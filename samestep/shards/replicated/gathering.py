@@ -11,7 +11,7 @@ from samestep.comm.groups import RankGroup
 from samestep.plan.sharding import Bucket, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketTransfers
 from samestep.shards.replicated.awaited import ParametersInFlight
-from samestep.shards.replicated.buffers import FlatParameters
+from samestep.shards.replicated.flat import FlatParameters
 from samestep.shards.replicated.local_tensors import LocalTensors
 
 

@@ -33,7 +33,8 @@ from samestep.plan.transfers import (
     divides_first,
     outer_transfers,
 )
-from samestep.shards.replicated.buffers import FlatGradients, PackedGradients
+from samestep.shards.replicated.buffers import GradientBuffers
+from samestep.shards.replicated.flat import FlatGradientBuffers
 from samestep.shards.replicated.launch_order import LaunchOrder
 from samestep.shards.replicated.local_tensors import REPLICATED, LocalTensors
 from samestep.shards.replicated.sent_gradients import SentGradients
@@ -91,11 +92,11 @@ class GradientReducer:
         self._gives_back = distribution.frees_gradients or flat
         if flat:
             keep = not distribution.frees_gradients
-            self._gradients: PackedGradients = FlatGradients(
+            self._gradients: GradientBuffers = FlatGradientBuffers(
                 held, plan, distribution.reduce_dtype, rank=group.rank, keep=keep
             )
         else:
-            self._gradients = PackedGradients(held, plan, distribution.reduce_dtype)
+            self._gradients = GradientBuffers(held, plan, distribution.reduce_dtype)
         self._reuses = distribution.sums_in_place(policy)
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]

@@ -24,7 +24,8 @@ from samestep.plan.sharding import Piece
 from samestep.rules.state import State
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.agreed import agree_on_plan, mend_replicas
-from samestep.shards.replicated.buffers import FlatParameters, gradient_dtype
+from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.flat import FlatParameters
 from samestep.shards.replicated.gathering import ParameterGatherer
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen

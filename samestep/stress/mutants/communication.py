@@ -14,7 +14,7 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.plan import sharding
 from samestep.plan.transfers import Transfer, bucket_transfers
 from samestep.shards.replicated import planned, reduction
-from samestep.shards.replicated.buffers import FlatGradients
+from samestep.shards.replicated.flat import FlatGradientBuffers
 from samestep.shards.replicated.gathering import ParameterGatherer
 from samestep.shards.replicated.launch_order import LaunchOrder
 from samestep.shards.replicated.reduction import GradientReducer
@@ -283,8 +283,8 @@ def reduction_chosen_at_launch() -> list[Any]:
     "reference",
     "uneven_accumulation_sharded",
     layout="flat_zero1",
-    replaces=(FlatGradients, "set_aside"),
+    replaces=(FlatGradientBuffers, "set_aside"),
 )
-def kept_sum_overwritten(original: Any, self: FlatGradients, total: Tensor) -> Tensor:
+def kept_sum_overwritten(original: Any, self: FlatGradientBuffers, total: Tensor) -> Tensor:
     """the sum kept in the gradient buffer is overwritten by the next micro-batch"""
     return total

@@ -156,8 +156,14 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "a block multiplies more often in its recomputation than in its forward: it must "
                 "take the same way both times"
             )
+        given, self._kept[self._taken] = self._kept[self._taken], None  # it is not needed longer
+        if given is None:
+            raise RuntimeError(
+                'backward goes once through a block with recompute="selective": take "full" for '
+                "retain_graph=True"
+            )
         self._taken += 1
-        return tree_map_only(Tensor, Tensor.detach, self._kept[self._taken - 1])
+        return given
 
 
 class _Together(AbstractContextManager[None]):

@@ -152,6 +152,15 @@ def test_without_gradients_a_block_runs_once_as_ever():
     assert model.blocks[0].mlp.load.sum() == 0
 
 
+def test_backward_twice_where_products_are_kept():
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    recompute(block, what="selective")
+    loss = block(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match='take "full" for retain_graph=True'):
+        loss.backward()
+
+
 def test_backward_twice():
     plain, again = nn.Linear(3, 3), nn.Linear(3, 3)
     again.load_state_dict(plain.state_dict())

@@ -11,8 +11,9 @@ from torch import Tensor
 from samestep.comm.collectives import Pending, gather_segments, move_parts
 from samestep.comm.groups import RankGroup
 from samestep.layout.boxes import Box
-from samestep.plan.exchanges import Exchange, Hop, PackedPart
+from samestep.plan.exchanges import Exchange, Hop
 from samestep.plan.layouts import Key
+from samestep.plan.packing import PackedPart
 
 # What a rank has of each tensor, by key and box; every tensor has the sizes of its box.
 Values = Mapping[Key, Mapping[Box, Tensor]]

@@ -409,7 +409,9 @@ class _Simulator:
         if sharing is not None and transfer is not None:
             moved = 2 * transfer.elements * transfer.dtype.itemsize
             self._spend(moved / self._hardware.bytes_rate)
-            self._spend(len(sharing.plan.buckets[bucket.bucket].runs) * self._hardware.call)
+            self._spend(
+                len(sharing.plan.buckets[bucket.bucket].packing.parts) * self._hardware.call
+            )
 
     def _add_up(self, bucket: BucketId) -> None:
         sharing = self._blueprint.shared_by(bucket)

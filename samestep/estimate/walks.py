@@ -17,8 +17,8 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
 from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock
-from samestep.plan.exchanges import PackedPart
 from samestep.plan.flat import places
+from samestep.plan.packing import PackedPart
 from samestep.plan.sharding import Segment
 from samestep.plan.transfers import Traffic, Transfer, divides_first
 from samestep.shards.replicated.buffers import gradient_dtype, joint_gradient_dtype

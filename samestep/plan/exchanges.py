@@ -10,7 +10,7 @@ and an exchange in which that is so on every rank is silent.
 
 Where every rank needs everything, one all-gather moves it, of a segment per rank; `comm.exchange`
 runs it. Blocks whose parts are spread over ranks go from each rank to each other one, and what a
-rank sends, or gets, lies in one buffer: a `Packing`.
+rank sends, or gets, lies in one buffer, as a `Packing` says.
 """
 
 from collections import Counter
@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from samestep.layout.boxes import Box, Shape
+from samestep.layout.boxes import Box
 from samestep.plan.layouts import Holding, Holdings, Key, Layout
+from samestep.plan.packing import PackedPart, Packing
 from samestep.plan.transfers import Traffic, Transfer
 
 
@@ -37,31 +38,6 @@ class Hop(NamedTuple):
     needed: Box  # of the target, which the box is a part of
     number: int = 0  # of the addend: they are summed in this order
     addends: int = 1  # 1: it is the value itself
-
-
-class PackedPart(NamedTuple):
-    """A box on its way, and where its elements lie in the buffer that a rank sends, or gets.
-
-    rank: the other one.
-    slices: of what this rank holds of the tensor, or needs.
-    """
-
-    rank: int
-    key: Key
-    sizes: Shape
-    slices: tuple[slice, ...]
-    start: int
-    numel: int
-
-
-class Packing(NamedTuple):
-    """All that a rank sends, or gets, one part after the other, in the order of the other ranks.
-
-    sizes: elements for, or from, each rank.
-    """
-
-    parts: Sequence[PackedPart]
-    sizes: Sequence[int]
 
 
 class Moved(NamedTuple):

@@ -20,6 +20,7 @@ import torch
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.flat_ranges import in_runs, rounded_up
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
+from samestep.plan.packing import PackedPart, Packing
 from samestep.rules.orthogonalize import block_flops
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import StoredTensors
@@ -89,6 +90,11 @@ class Piece(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def elements(self) -> slice:
+        """Which elements of the parameter it has."""
+        return slice(self.start, self.stop)
 
 
 class Segment(NamedTuple):
@@ -171,19 +177,25 @@ class Bucket:
             base += segment.size
 
     @cached_property
-    def runs(self) -> tuple[tuple[Piece, int], ...]:
-        """The same, with neighbours as one that are neighbours in their parameter too."""
-        found: list[tuple[Piece, int]] = []
-        for piece, start in self.places():
-            if found:
-                before, where = found[-1]
-                if (before.param, before.stop, where + before.size) == (
-                    piece.param, piece.start, start
-                ):  # fmt: skip
-                    found[-1] = Piece(piece.param, before.start, piece.stop), where
-                    continue
-            found.append((piece._replace(block=None), start))
-        return tuple(found)
+    def packing(self) -> Packing:
+        """Where parameters lie in the bucket: neighbours that are neighbours there too are one."""
+        return self.packing_without(None)
+
+    def packing_without(self, rank: int | None) -> Packing:
+        """The same without what a rank owns."""
+        found: list[PackedPart] = []
+        base = 0
+        for owner, segment in enumerate(self.segments):
+            for piece, start in zip(segment.pieces, segment.starts, strict=True):
+                if owner != rank:
+                    part = _packed(owner, piece.param, piece.start, piece.stop, base + start)
+                    if found and _follows(part, found[-1]):
+                        before = found.pop()
+                        first = before.elements.start
+                        part = _packed(before.rank, piece.param, first, piece.stop, before.start)
+                    found.append(part)
+            base += segment.size
+        return Packing(tuple(found), self._sizes)
 
     @cached_property
     def _params(self) -> tuple[int, ...]:
@@ -195,6 +207,18 @@ class Bucket:
     def params(self) -> list[int]:
         """The parameters with a piece in the bucket, each once."""
         return list(self._params)
+
+
+def _packed(rank: int, param: int, first: int, stop: int, start: int) -> PackedPart:
+    """The elements from `first` on of a parameter, which lie from `start` on in a bucket."""
+    size = stop - first
+    return PackedPart(rank, (param, ""), (size,), (slice(first, stop),), start, size)
+
+
+def _follows(part: PackedPart, before: PackedPart) -> bool:
+    """Whether it goes on where another part ends, in the parameter and in the bucket."""
+    same = part.key == before.key and part.elements.start == before.elements.stop
+    return same and part.start == before.start + before.numel
 
 
 class ShardingPlan(NamedTuple):

@@ -29,7 +29,7 @@ from samestep.kernels.parts import (
 from samestep.layout.blocks import Block
 from samestep.layout.splits import Form
 from samestep.plan.chunks import OF_WHOLE, PlannedBlock
-from samestep.plan.exchanges import PackedPart, Packing
+from samestep.plan.packing import PackedPart, Packing
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP

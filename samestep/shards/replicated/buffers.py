@@ -26,11 +26,8 @@ class GradientBuffers:
         self._plan = plan
         self._reduce_dtype = reduce_dtype
         # What every step asks of the plan: where in a bucket which elements of a parameter go.
-        self._runs = [
-            [
-                (run.param, slice(start, start + run.size), slice(run.start, run.stop))
-                for run, start in bucket.runs
-            ]
+        self._packed = [
+            [(part.key[0], part.place, part.elements) for part in bucket.packing.parts]
             for bucket in plan.buckets
         ]
         self._sizes = [bucket.size for bucket in plan.buckets]
@@ -50,7 +47,7 @@ class GradientBuffers:
         """
         dtype = self._reduce_dtype or self._dtypes[number]
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=self._devices[number])
-        for index, place, elements in self._runs[number]:
+        for index, place, elements in self._packed[number]:
             grad = None if index in without else self._dense(index)
             if grad is None:
                 buffer[place].zero_()

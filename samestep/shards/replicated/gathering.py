@@ -8,7 +8,8 @@ import torch
 
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import RankGroup
-from samestep.plan.sharding import Bucket, Piece, Segment, ShardingPlan
+from samestep.plan.packing import PackedPart
+from samestep.plan.sharding import ShardingPlan
 from samestep.plan.transfers import BucketTransfers
 from samestep.shards.replicated.awaited import ParametersInFlight
 from samestep.shards.replicated.flat import FlatParameters
@@ -34,7 +35,7 @@ class ParameterGatherer:
     def __post_init__(self) -> None:
         self._flying: dict[int, Pending[Gathered]] = {}
         self._owned = [bucket.owned(self.places.rank).pieces for bucket in self.plan.buckets]
-        self._runs_of_others: dict[int, list[tuple[Piece, int, int]]] = {}
+        self._packed_by_others: dict[int, Sequence[PackedPart]] = {}
 
     def launch(self, number: int) -> None:
         """Start sending the updated pieces of a bucket."""
@@ -47,7 +48,7 @@ class ParameterGatherer:
             whole = self.flat.room(number)
             segment = torch.split(whole, list(transfer.sizes))[self.places.rank]
         else:
-            mine = [self.held.read(piece) for piece in self._owned[number]]
+            mine = [self.held.read(piece.param, piece.elements) for piece in self._owned[number]]
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
@@ -73,16 +74,9 @@ class ParameterGatherer:
             self.flat.arrived(number)
             return
         stretch, first = arrived
-        for piece, start, stop in self._of_others(number):
-            self.held.write(piece, stretch[start - first : stop - first])
-
-    def _of_others(self, number: int) -> list[tuple[Piece, int, int]]:
-        """What others own in a bucket, in runs, and where each lies."""
-        known = self._runs_of_others.get(number)
-        if known is None:
-            bucket, rank = self.plan.buckets[number], self.places.rank
-            segments = list(bucket.segments)
-            segments[rank] = Segment((), (), segments[rank].size)
-            runs = Bucket(bucket.dtype, tuple(segments)).runs
-            known = self._runs_of_others[number] = [(p, at, at + p.size) for p, at in runs]
-        return known
+        if number not in self._packed_by_others:
+            bucket = self.plan.buckets[number]
+            self._packed_by_others[number] = bucket.packing_without(self.places.rank).parts
+        for part in self._packed_by_others[number]:
+            start = part.start - first
+            self.held.write(part.key[0], part.elements, stretch[start : start + part.numel])

@@ -12,7 +12,6 @@ from torch import Tensor
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, changed_parameter
 from samestep.layout.boxes import cut_as, mesh_of, range_boxes
-from samestep.plan.sharding import Piece
 from samestep.shards.replicated.reduced_gradient import ReducedGradient
 
 REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies
@@ -40,20 +39,20 @@ class LocalTensors:
         """A view to read from and write to."""
         return self._held(index).detach()
 
-    def read(self, piece: Piece) -> Tensor:
-        """The values of a piece, (size,): a view, or a copy of a parameter with other strides."""
-        value = self.value(piece.param)
+    def read(self, index: int, elements: slice) -> Tensor:
+        """Some elements of a parameter, (size,): a view, or a copy if it has other strides."""
+        value = self.value(index)
         if value.is_contiguous():
-            return value.view(-1)[piece.start : piece.stop]
-        return torch.cat([part.reshape(-1) for part in _boxes_of(value, piece)])
+            return value.view(-1)[elements]
+        return torch.cat([part.reshape(-1) for part in _boxes_of(value, elements)])
 
-    def write(self, piece: Piece, values: Tensor) -> None:
-        """Put values, (size,), where a piece lies."""
-        value = self.value(piece.param)
+    def write(self, index: int, elements: slice, values: Tensor) -> None:
+        """Put values, (size,), where some elements of a parameter lie."""
+        value = self.value(index)
         if value.is_contiguous():
-            value.view(-1)[piece.start : piece.stop].copy_(values)
+            value.view(-1)[elements].copy_(values)
             return
-        parts = _boxes_of(value, piece)
+        parts = _boxes_of(value, elements)
         sizes = [part.numel() for part in parts]
         for part, own in zip(parts, torch.split(values, sizes), strict=True):
             part.copy_(own.view(part.shape))
@@ -153,10 +152,10 @@ class LocalTensors:
         return tuple(kinds)
 
 
-def _boxes_of(value: Tensor, piece: Piece) -> list[Tensor]:
-    """The views that make up a piece of a parameter, in its logical order."""
+def _boxes_of(value: Tensor, elements: slice) -> list[Tensor]:
+    """The views that make up some elements of a parameter, in its logical order."""
     shape = tuple(value.shape)
-    return [value[box.slices] for box in range_boxes(shape, piece.start, piece.stop)]
+    return [value[box.slices] for box in range_boxes(shape, elements.start, elements.stop)]
 
 
 def _held_of(grad: Any) -> Tensor:

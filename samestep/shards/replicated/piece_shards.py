@@ -90,14 +90,15 @@ class PieceShards:
         """Take the values of parameters that are not contiguous, which are updated as copies."""
         for piece, shard in self._shards.items():
             if not shard.is_view:
-                shard.value.copy_(self._held.read(piece).view(shard.value.shape))
+                values = self._held.read(piece.param, piece.elements)
+                shard.value.copy_(values.view(shard.value.shape))
 
     def write_strided(self, pieces: Iterable[Piece] | None = None) -> None:
         """Put updated copies into their parameters: those of some pieces, or all."""
         for piece in self._shards if pieces is None else pieces:
             shard = self._shards[piece]
             if not shard.is_view:
-                self._held.write(piece, shard.value.reshape(-1))
+                self._held.write(piece.param, piece.elements, shard.value.reshape(-1))
 
     def unit(self, piece: Piece) -> Unit:
         """The state of a piece, as what comes from the host at once."""
@@ -133,7 +134,7 @@ class PieceShards:
 
     def _made(self, piece: Piece, state: State) -> Shard:
         _, is_view = self._addresses[piece.param]
-        value = self._held.read(piece).view(piece_shape(piece))
+        value = self._held.read(piece.param, piece.elements).view(piece_shape(piece))
         return Shard(value, is_view, self._packing.views(piece, state), self._whereabouts(piece))
 
     def _whereabouts(self, piece: Piece) -> Whereabouts | None:

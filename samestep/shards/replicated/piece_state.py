@@ -343,7 +343,7 @@ class PieceState:
         for piece in self.packing.spans:
             if piece.param == index:
                 view = self.packing.view(piece, key, into)
-                view.copy_(held.read(piece).view(view.shape))
+                view.copy_(held.read(index, piece.elements).view(view.shape))
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:

@@ -146,16 +146,30 @@ def test_without_blocks_slices_differ_by_at_most_one_element(params, ranks):
 
 @given(param_lists(), st.integers(1, 64))
 def test_neighbours_are_packed_as_one(params, ranks):
-    """Runs are the pieces, and of what is cut there are as many as parameters, not as ranks."""
+    """Parts are the pieces, and of what is cut there are as many as parameters, not as ranks."""
     for bucket in plan_sharding(params, ranks, crossover=1, bucket_elements=50).buckets:
-        pieces, runs = list(bucket.places()), bucket.runs
+        pieces, parts = list(bucket.places()), bucket.packing.parts
         elements = [(p.param, i) for p, _ in pieces for i in range(p.start, p.stop)]
-        assert [(p.param, i) for p, _ in runs for i in range(p.start, p.stop)] == elements
-        assert [start for _, start in runs] == [
-            sum(run.size for run, _ in runs[:number]) for number in range(len(runs))
+        packed = [(p.key[0], i) for p in parts for i in range(p.elements.start, p.elements.stop)]
+        assert packed == elements
+        assert [part.start for part in parts] == [
+            sum(part.numel for part in parts[:number]) for number in range(len(parts))
         ]
         if params[bucket.params[0]].blocks is None:
-            assert len(runs) == len(bucket.params)
+            assert len(parts) == len(bucket.params)
+        for rank in range(0 if bucket.replicated else ranks):
+            own = {
+                (piece.param, i)
+                for piece in bucket.owned(rank).pieces
+                for i in range(piece.start, piece.stop)
+            }
+            others = bucket.packing_without(rank).parts
+            places = {}
+            for part in others:
+                for offset, i in enumerate(range(part.elements.start, part.elements.stop)):
+                    places[part.key[0], i] = part.start + offset
+            whole = {e: place for place, e in enumerate(elements)}
+            assert places == {e: place for e, place in whole.items() if e not in own}
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(2, 16), st.sampled_from([0.5, 1, 2]))

@@ -104,7 +104,7 @@ def runner(combination: Combination, device: torch.device) -> Run:
         return lambda blocks, table: emulated(
             blocks, table, execution, norm_factor=norm_factor, arithmetic=arithmetic
         )
-    function = orthogonalize_plain
+    function: Callable[..., Tensor] = orthogonalize_plain
     if combination.by == "kernels":
         from samestep.kernels.choice import missing_products
         from samestep.kernels.orthogonalize import orthogonalize_blocks

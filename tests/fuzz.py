@@ -334,6 +334,7 @@ def _muon(draw: random.Random, rule: str) -> dict[str, Any]:
             ["newton-schulz", "quintic", "cans", "aol", "cubic", "polar-express-3"],
         ),
         "ns_steps": (0.15, [3, 7]),
+        "ns_start": (0.2, ["gram", "aol"]),
         "execution": (0.3, ["standard", "gram"]),
         "eps": (0.2, [1e-3]),
         "eps_form": (0.2, ["add"]),

@@ -268,6 +268,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] 
     ("muon", {"orthogonalize": "svd"}, ValueError, ("svd", "newton-schulz", "polar-express")),
     ("muon", {"orthogonalize": None}, ValueError, ("orthogonalize", "None", "polar-express")),
     ("muon", {"adjust_lr": "spectral"}, ValueError, ("spectral", "match_rms_adamw", "original")),
+    ("muon", {"ns_start": "rows"}, ValueError, ("ns_start", "rows", "norm", "gram", "aol")),
     ("muon", {"execution": "fast"}, ValueError, ("execution", "fast", "standard", "gram")),
     ("muon", {"eps_form": "max"}, ValueError, ("eps_form", "max", "clamp", "add")),
     ("muon", {"variance_beta2": 1.0}, ValueError, ("variance_beta2", r"1\.0")),

@@ -625,6 +625,7 @@ CHANGES = {
         "ns_steps": [Change(3), Change(7)],
         "ns_coefficients": [Change((2.0, -1.5, 0.5)), Change([(3.0, -3.0, 1.0), (2, -1.5, 0.5)])],
         "execution": [Change("gram", {"execution": "standard"}, roundings=True)],
+        "ns_start": [Change("gram"), Change("aol"), Change("aol", {"ns_start": "gram"})],
         "eps": [Change(10.0)],
         "eps_form": [Change("add", {"eps": 0.5})],
         "renormalize": [Change(True)],

@@ -172,6 +172,7 @@ class MuonOptions(CommonOptions, total=False):
     norm_factor: float | None
     ns_steps: int
     ns_coefficients: Any
+    ns_start: str
     execution: str | None
     eps_form: str
     renormalize: bool

@@ -61,6 +61,8 @@ class MuonRule:
         "norm_factor": None,  # of a block's norm, before the first step; None: the table's
         "ns_steps": None,  # None: as many as the table has, 5 of a single triple
         "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
+        # "gram" | "aol": blocks are scaled by what their Gram matrix bounds, in plain torch alone.
+        "ns_start": "norm",
         "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
         "eps": 1e-7,  # 0: no matter how small the momentum, the update has full size
         "eps_form": "clamp",
@@ -94,6 +96,7 @@ class MuonRule:
         "norm_factor": checks.optional(checks.at_least_one),
         "ns_steps": checks.steps,
         "ns_coefficients": checks.coefficients,
+        "ns_start": partial(checks.one_of, allowed=("norm", "gram", "aol")),
         "execution": partial(checks.one_of, allowed=("standard", "gram", None)),
         "eps": checks.not_negative,
         "eps_form": partial(checks.one_of, allowed=("clamp", "add")),
@@ -237,6 +240,7 @@ def orthogonalized(blocks: Tensor, options: Options) -> Tensor:
         eps_form=options["eps_form"],
         compute_dtype=options["compute_dtype"],
         execution=options["execution"],
+        start=options["ns_start"],
     )
 
 
@@ -248,7 +252,8 @@ def _depends_on_company(blocks: Tensor, options: Options) -> bool:
     if not blocks.is_cuda:
         return False
     dtype = options["compute_dtype"] or default_compute_dtype(blocks, table_of(options))
-    return dtype.itemsize > 2 and not torch.compiler.is_compiling()
+    wide = dtype.itemsize > 2 or options["ns_start"] != "norm"
+    return wide and not torch.compiler.is_compiling()
 
 
 def accumulate_momentum(

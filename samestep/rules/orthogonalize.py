@@ -11,9 +11,20 @@ Two executions of the same polynomial:
   X_k = Q X_0, so that only the first and last products see the long side n.
   Rounding errors of A and Q grow with every step, so Q is applied and A computed afresh as
   often as `samestep.rules.basin` asks for: once, after step 2, for the usual five steps.
+
+The Frobenius norm is far above the largest singular value of most blocks: about sqrt(m) / 2 times
+for square Gaussian ones. `start` takes another bound of it, from the first Gram matrix:
+
+- norm: none; a block enters the first step with its norm at most 1;
+- gram: times sqrt(trace A / r), where r is the lesser of the largest row sum of |A| and ||A||_F:
+  both bound the largest eigenvalue of A = X X^T, and the second is at most its trace;
+- aol: row i times sqrt(trace A / r_i), r_i the sum of row i of |A| (Turbo-Muon, arXiv 2512.04632;
+  arXiv 2208.03160). With D = diag(1 / sqrt(r_i)), D^2 A has row sums of at most 1, and the
+  eigenvalues of D A D. But D X has another polar factor than X, unless all r_i are alike.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -23,6 +34,7 @@ from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
 from samestep.rules.basin import (
     FEW_ROWS,
+    ROUNDOFF,
     as_table,
     constant_for_compilers,
     gram_segments,
@@ -32,6 +44,7 @@ from samestep.rules.basin import Coefficients as Coefficients  # part of this in
 
 Execution = Literal["standard", "gram"]
 EpsForm = Literal["clamp", "add"]
+Start = Literal["norm", "gram", "aol"]
 CoefficientsLike = Coefficients | Sequence[Coefficients]  # for every step, or one per step
 
 
@@ -145,6 +158,7 @@ def orthogonalize(
     eps_form: EpsForm = "clamp",
     compute_dtype: torch.dtype | None = None,
     execution: Execution | None = None,
+    start: Start = "norm",
 ) -> Tensor:
     """Replace each block by (nearly) its polar factor; a zero block stays zero.
 
@@ -153,18 +167,18 @@ def orthogonalize(
     gives zero). `execution=None` takes the one with fewer FLOPs, which depends on the shape of a
     block and the dtype, never on the batch. `coefficients` replace the table of `method`, but not
     its factor on the norm, which `norm_factor` does; `steps=None` runs as many steps as the table
-    has (`step_coefficients`).
+    has (`step_coefficients`). Another `start` than "norm" is plain torch's on every device.
     """
     table = step_coefficients(method, steps, coefficients)
     rows, cols = blocks.shape[-2:]
     if blocks.numel() == 0:
         return blocks.clone()
     dtype = compute_dtype or default_compute_dtype(blocks, table)
-    by_kernels = kernels_run(table, dtype, blocks.device)
+    by_kernels = start == "norm" and kernels_run(table, dtype, blocks.device)
     if by_kernels:
         from samestep.kernels.orthogonalize import orthogonalize_blocks as run
     else:
-        run = orthogonalize_plain
+        run = partial(orthogonalize_plain, start=start)
     # Kernels multiply in float16 whatever 16 bits they are given.
     products = torch.float16 if by_kernels else dtype
     found = run(
@@ -188,19 +202,27 @@ def orthogonalize_plain(
     eps: float,
     eps_form: EpsForm,
     dtype: torch.dtype,
+    start: Start = "norm",
 ) -> Tensor:
     """The same in plain torch, on any device; all products and what they give are of `dtype`."""
     rows, cols = blocks.shape[1:]
-    # The range of float16 is too small for gradients and their norms: scaled before the cast.
-    wide = torch.promote_types(blocks.dtype, torch.float32) if dtype == torch.float16 else dtype
+    # The range of float16 is too small for gradients and their norms: scaled before the cast. And
+    # what scales a block once more has 32 bits, so that blocks are rounded to 16 only once.
+    first = dtype == torch.float16 or (start != "norm" and dtype.itemsize == 2)
+    wide = torch.promote_types(blocks.dtype, torch.float32) if first else dtype
     X = blocks if blocks.dtype == wide else blocks.to(wide)
     X = scale_to_unit_norm(X, norm_factor, eps, eps_form)
-    if X.dtype != dtype:
-        X = X.to(dtype)
     if rows > cols:
         X = X.mT
+    A: Tensor | None = None
+    if start != "norm":
+        A = X @ X.mT
+        scales = gram_scales(A, start)
+        X, A = X * scales, A * scales * scales.mT
+    if X.dtype != dtype:
+        X, A = X.to(dtype), None  # that of the rounded block is another
     X = X.contiguous()
-    X = _gram(X, table) if execution == "gram" else _standard(X, table)
+    X = _gram(X, table, A) if execution == "gram" else _standard(X, table, A)
     if rows > cols:
         X = X.mT
     return X if X.dtype == blocks.dtype else X.to(blocks.dtype)
@@ -278,6 +300,24 @@ def scale_to_unit_norm(X: Tensor, norm_factor: float, eps: float, eps_form: EpsF
     return X / norm.to(X.dtype).clamp_min(floor)
 
 
+def gram_scales(A: Tensor, start: Start) -> Tensor:
+    """What the rows of a block X are multiplied with, of A = X X^T. (B, m, m) -> (B, m or 1, 1).
+
+    Singular values are at most ||X||_F afterwards, as before: it is what norm factor and eps have
+    made of it. Errors of the entries of A are those of its rows' norms, and of as many signs as
+    there are: the bound is raised by what they may add to it, sqrt(m) roundings.
+    """
+    trace = A.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[:, None, None]
+    bound = A.abs().sum(dim=-1, keepdim=True)
+    if start == "gram":
+        norm = torch.linalg.matrix_norm(A)[:, None, None]
+        bound = torch.minimum(bound.amax(dim=-2, keepdim=True), norm)
+    bound = bound * (1 + ROUNDOFF[A.dtype] * A.shape[-1] ** 0.5)
+    # Rows of zeros, or nearly: a smaller factor is as safe, and 0 stays 0.
+    scales: Tensor = (trace / bound.clamp_min(torch.finfo(A.dtype).tiny)).sqrt()
+    return scales
+
+
 def block_norm(X: Tensor) -> Tensor:
     """Frobenius norm of each block, in float64. (B, rows, cols) -> (B, 1, 1)."""
     norm: Tensor = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.float64)
@@ -289,22 +329,28 @@ def _quadratic(A: Tensor, b: float, c: float) -> Tensor:
     return torch.baddbmm(A, A, A, beta=b, alpha=c) if c else A * b
 
 
-def _standard(X: Tensor, table: Sequence[Coefficients]) -> Tensor:
-    """A = X X^T;  B = b A + c A A;  X <- a X + B X.  X: (B, m, n), m <= n."""
+def _standard(X: Tensor, table: Sequence[Coefficients], A: Tensor | None = None) -> Tensor:
+    """A = X X^T;  B = b A + c A A;  X <- a X + B X.
+
+    X: (B, m, n), m <= n; A: the first, if known.
+    """
     for a, b, c in table:
-        A = X @ X.mT
-        B = _quadratic(A, b, c)
-        X = torch.baddbmm(X, B, X, beta=a)
+        B = _quadratic(X @ X.mT if A is None else A, b, c)
+        X, A = torch.baddbmm(X, B, X, beta=a), None
     return X
 
 
-def _gram(X: Tensor, table: Sequence[Coefficients]) -> Tensor:
-    """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end X <- Q X.  X: (B, m, n)."""
+def _gram(X: Tensor, table: Sequence[Coefficients], first: Tensor | None = None) -> Tensor:
+    """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end X <- Q X.
+
+    X: (B, m, n); first: the first A, if known.
+    """
     for start, stop in gram_segments(table, X.dtype, X.shape[1]):
+        known = first if start == 0 else None
         if stop == start + 1:
-            X = _standard(X, table[start:stop])
+            X = _standard(X, table[start:stop], known)
             continue
-        A = X @ X.mT
+        A = X @ X.mT if known is None else known
         Q: Tensor | None = None
         for step in range(start, stop):
             a, b, c = table[step]

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "variance_beta2": None, "variance_axis": "long", "variance_eps": 1e-10,
         "variance_eps_form": "clamp", "adjust_lr": "match_rms_adamw", "update_scale": 1.0,
         "cautious": False, "scale_decay": False, "decay_form": "decoupled", "norm_factor": None,
+        "ns_start": "norm",
         "split_sizes": None, "flatten": False, "transposed": False,
         "maximize": False,
     },
@@ -39,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "momentum_form": "sum",
         "nesterov": False, "sign": True, "orthogonalize": "newton-schulz", "ns_steps": None,
         "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "norm_factor": None,
+        "ns_start": "norm",
         "variance_beta2": 0.95, "variance_eps": 1e-8, "renormalize": True,
         "adjust_lr": "match_rms_adamw", "update_scale": 1.0, "cautious": False,
         "scale_decay": False, "decay_form": "decoupled", "split_sizes": None, "flatten": False,
@@ -389,8 +391,8 @@ def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
         return torch.zeros_like(matrix)
     if not math.isfinite(size):
         return torch.full_like(matrix, math.nan)
+    matrix = started(matrix / size, options["ns_start"])
     U, s, Vt = torch.linalg.svd(matrix, full_matrices=False)
-    s = s / size
     for a, b, c in triples(method, options["ns_steps"], options["ns_coefficients"]):
         square = s * s
         s = s * (a + square * (b + square * c))
@@ -398,6 +400,24 @@ def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
     zero_row, zero_col = ~matrix.any(dim=1, keepdim=True), ~matrix.any(dim=0, keepdim=True)
     update: Tensor = (U * s) @ Vt
     return update.masked_fill(zero_row | zero_col, 0.0)
+
+
+def started(matrix: Tensor, start: str) -> Tensor:
+    """A block of norm N, scaled so that its largest singular value is at most N another way.
+
+    gram: by N^2 over the least of two bounds of the largest eigenvalue of X X^T, X the block or its
+    transpose, whichever is wide: the largest sum of sizes in a row, and its norm.
+    aol: every row of X by its own sum.
+    """
+    if start == "norm":
+        return matrix
+    if matrix.shape[0] > matrix.shape[1]:
+        return started(matrix.T, start).T
+    gram = matrix @ matrix.T
+    sums = gram.abs().sum(dim=1, keepdim=True)
+    if start == "gram":
+        sums = torch.minimum(sums.max(), gram.square().sum().sqrt())
+    return matrix * (norm(matrix) / sums.sqrt()).nan_to_num(0.0, posinf=0.0)
 
 
 def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:

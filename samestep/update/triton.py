@@ -171,12 +171,13 @@ MUON_OPTIONS = frozenset(
         "momentum_form", "nesterov", "equilibrate", "orthogonalize", "ns_steps", "ns_coefficients",
         "execution", "eps", "eps_form", "renormalize", "adjust_lr", "cautious", "scale_decay",
         "compute_dtype", "norm_factor", "variance_axis", "variance_eps", "variance_eps_form",
-        "update_scale", "decay_form",
+        "update_scale", "decay_form", "ns_start",
     }
 )  # fmt: skip
 # Of those that name a form: the ones that kernels have.
 MUON_VALUES = {
     "momentum_form": ("ema", "sum"),
+    "ns_start": ("norm",),
     "eps_form": ("add", "clamp"),
     "variance_axis": ("long", "rows"),
     "variance_eps_form": ("add", "clamp"),

@@ -147,6 +147,7 @@ def muon_options(draw_: Any) -> dict[str, Any]:
         "norm_factor": st.sampled_from([None, 1.0, 1.5]),
         "ns_steps": st.integers(1, 6),
         "ns_coefficients": st.none() | triple,
+        "ns_start": st.sampled_from(["norm", "gram", "aol"]),
         "execution": st.sampled_from([None, "standard", "gram"]),
         "eps": st.sampled_from([0.0, 1e-7, 0.5, 5.0]),
         "eps_form": st.sampled_from(["clamp", "add"]),

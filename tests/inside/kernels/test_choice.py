@@ -125,3 +125,15 @@ def test_options_that_kernels_do_not_know_are_plain_torchs(monkeypatch):
     math = GroupMath(MuonRule(), {}, {**MuonRule.defaults}, None, False, None, None)
     unknown = {**math.options, "momentum_form": "heavy ball"}
     assert not update.can_run(math._replace(options=unknown), cpu)
+
+
+@pytest.mark.parametrize("start", ["gram", "aol"])
+def test_starts_are_plain_torchs(monkeypatch, start):
+    pytest.importorskip("triton")
+    update = importlib.import_module("samestep.update.triton")
+    monkeypatch.setattr(update, "kernels_run", lambda table, dtype, device: True)
+    rule, cpu = MuonRule(), torch.device("cpu")
+    read = {k: v for k, v in rule.defaults.items() if k not in rule.schedulable | LAYOUT_KEYS}
+    math = GroupMath(rule, {}, read, None, False, None, None)
+    assert update.can_run(math, cpu)
+    assert not update.can_run(math._replace(options={**read, "ns_start": start}), cpu)

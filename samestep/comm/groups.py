@@ -172,6 +172,21 @@ class GroupRegistry(threading.local):
         members = tuple(sorted(set(ranks)))
         self._by_members.setdefault(members, self._among_members.pop(members, None))
 
+    def has_another(self, handle: dist.ProcessGroup) -> bool:
+        """Whether there is a group of the same ranks that is not this one."""
+        members = tuple(sorted(dist.get_process_group_ranks(handle)))
+        known = self._by_members.get(members) or self._among_members.get(members)
+        return known is not None and known.handle is not handle
+
+    def adopt(self, ranks: Iterable[int], handle: dist.ProcessGroup | None) -> None:
+        """Let `of_ranks` give a group of these global ranks that somebody else has made.
+
+        All ranks of the default group call it, where none of them `has_another`.
+        handle: None on ranks that are not members.
+        """
+        members = tuple(sorted(set(ranks)))
+        self._by_members[members] = None if handle is None else self.of(handle)
+
     def _made(
         self, members: tuple[int, ...], timeout: timedelta | None, *, everyone: bool
     ) -> RankGroup | None:

@@ -1,8 +1,10 @@
 """From degrees to torch's DeviceMesh, on groups of the registry.
 
-All groups that parameters will need are compared before one is made, and kept inside hosts.
+All groups that parameters will need are compared before one is made, and kept inside hosts. Groups
+that the user has made are taken.
 """
 
+import json
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +68,7 @@ def build(
     device_type: str | None = None,
     timeout: timedelta | float | None = None,
     across_hosts: bool = False,
+    groups: DeviceMesh | Iterable[dist.ProcessGroup] = (),
 ) -> Mesh:
     """Divide the ranks of the default group. All of them call it, with the same arguments.
 
@@ -82,6 +85,9 @@ def build(
         device_type: Of the mesh; if not given, that of the default group's backend.
         timeout: Of new groups, in seconds; if not given, that of the default group.
         across_hosts: Allow groups of the model and expert axes that span hosts.
+        groups: Process groups that were made already, to be taken instead of made once more: those
+            that this rank is in, or a DeviceMesh that has them. Each must have the ranks of one of
+            the mesh's groups, and all of its ranks give it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -107,9 +113,9 @@ def build(
         hosts = tuple(gather_texts("names of hosts", socket.gethostname(), world, device))
     if not across_hosts:
         require_local_groups(degrees, hosts)
-    make_groups(
-        (g for axes in axes_with_groups(degrees) for g in degrees.groups(*axes)), limit, device
-    )
+    wanted = [g for axes in axes_with_groups(degrees) for g in degrees.groups(*axes)]
+    adopt_groups(groups, wanted, device)
+    make_groups(wanted, limit, device)
     me = dist.get_rank()
     along = {axis: degrees.peers(me, axis) for axis in degrees.axes}
     whole = _device_mesh(degrees, along, device_type)
@@ -183,6 +189,58 @@ def axes_with_groups(degrees: Degrees) -> list[tuple[str, ...]]:
     together = [shard, (*copies, *shard), (*copies, *shard, "model"), expert, (*expert, "model")]
     single = [(axis,) for axis in degrees.axes]
     return list(dict.fromkeys([*single, *together]))
+
+
+def adopt_groups(
+    given: DeviceMesh | Iterable[dist.ProcessGroup],
+    wanted: Iterable[Sequence[int]],
+    device: torch.device | None,
+) -> None:
+    """Take groups that somebody else has made for those that are wanted of the same ranks.
+
+    All ranks of the default group call it. `device` is None where there are no other ranks to ask.
+
+    Raises:
+        ValueError: A given group is not wanted, its ranks have another one, or not all of them give
+            it. Raised on every rank.
+    """
+    whole = registry.of()
+    handles = given.get_all_groups() if isinstance(given, DeviceMesh) else list(given)
+    own = {}
+    for handle in handles:
+        if isinstance(handle, dist.ProcessGroup):  # new_group() gives other ranks a number
+            own[tuple(sorted(dist.get_process_group_ranks(handle)))] = handle
+    told = [json.dumps([(ranks, registry.has_another(handle)) for ranks, handle in own.items()])]
+    if device is not None:
+        told = gather_texts("groups that were given", told[0], whole, device)
+    gave: dict[tuple[int, ...], list[int]] = {}  # by ranks of a group, those that gave it
+    problems = []
+    for rank, text in zip(whole.members, told, strict=False):
+        for ranks, has_another in json.loads(text):
+            gave.setdefault(tuple(ranks), []).append(rank)
+            if has_another:
+                problems.append(
+                    f"of {ranks_text(ranks)}, which have another group already on rank {rank}: "
+                    "give groups to the first mesh that needs them"
+                )
+    possible = {tuple(sorted(set(group))) for group in wanted} | {whole.members}
+    needed = ", ".join(map(str, sorted(map(list, possible))))
+    for ranks, holders in gave.items():
+        lacks = sorted(set(ranks) - set(holders))
+        if ranks not in possible:
+            problems.append(
+                f"of {ranks_text(ranks)}, and the mesh needs none of these ranks: leave it out. "
+                f"The mesh needs groups of the ranks {needed}"
+            )
+        elif lacks and device is not None:
+            problems.append(
+                f"of {ranks_text(ranks)} on {ranks_text(holders)}, and not on {ranks_text(lacks)}: "
+                "every rank gives the groups that it is in"
+            )
+    if problems:
+        raise ValueError(f"groups= has a group {problems[0]}")
+    for ranks in gave.keys() - {whole.members}:
+        registry.adopt(ranks, own.get(ranks))
 
 
 def make_groups(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -167,6 +168,57 @@ def test_groups_that_members_have_made_before_are_taken():
         return (group is early) == (rank < 2), len(registry.creations) - made
 
     assert run_forked(4, job) == [(True, 3)] * 4
+
+
+@pytest.mark.parametrize("as_mesh", [True, False])
+def test_groups_that_the_user_has_made_are_taken(as_mesh):
+    def job(rank):
+        own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        handles = own.get_all_groups()
+        if not as_mesh:  # torch gives other ranks a member of no group
+            handles = [*handles, dist.GroupMember.NON_GROUP_MEMBER]
+        mesh = build(tp=2, groups=own if as_mesh else handles)
+        taken = [
+            mesh.axis(name).get_group() is handle
+            for name, handle in zip(("data", "model"), own.get_all_groups(), strict=True)
+        ]
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=mesh.axis("model").get_group())
+        assert build(tp=2).axis("model").get_group() is mesh.axis("model").get_group()
+        return taken, registry.creations, total.item()
+
+    for rank, found in enumerate(run_forked(4, job)):
+        assert found == ([True, True], (), 1.0 if rank < 2 else 5.0)
+
+
+def test_groups_that_do_not_fit_are_refused_on_every_rank():
+    def job(rank):
+        handles = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (1, 2, 3)]}
+        mine = [handle for ranks, handle in handles.items() if rank in ranks]
+        with pytest.raises(ValueError, match="groups= has a group") as other:
+            build(tp=2, groups=mine)
+        pair = handles[0, 1] if rank < 2 else handles[2, 3]
+        with pytest.raises(ValueError, match="groups= has a group") as lacking:
+            build(tp=2, groups=[] if rank == 3 else [pair])
+        build(tp=2)
+        with pytest.raises(ValueError, match="groups= has a group") as twice:
+            build(tp=2, groups=[pair])
+        return str(other.value), str(lacking.value), str(twice.value)
+
+    for other, lacking, twice in run_forked(4, job):
+        assert other == (
+            "groups= has a group of ranks 1, 2, 3, and the mesh needs none of these ranks: leave "
+            "it out. The mesh needs groups of the ranks "
+            "[0, 1], [0, 1, 2, 3], [0, 2], [1, 3], [2, 3]"
+        )
+        assert lacking == (
+            "groups= has a group of ranks 2, 3 on rank 2, and not on rank 3: every rank gives "
+            "the groups that it is in"
+        )
+        assert twice == (
+            "groups= has a group of ranks 0, 1, which have another group already on rank 0: "
+            "give groups to the first mesh that needs them"
+        )
 
 
 def test_the_timeout_of_new_groups():

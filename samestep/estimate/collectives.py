@@ -19,8 +19,9 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import RINGS, Hardware
 from samestep.estimate.placed import Spreading, Summands
+from samestep.plan.bucket_exchanges import BucketExchanges
 from samestep.plan.chunks import Chunk
-from samestep.plan.exchanges import Exchange
+from samestep.plan.exchanges import Exchange, transfer_of
 from samestep.plan.links import Fabric
 from samestep.plan.schedule import (
     Agree,
@@ -35,7 +36,7 @@ from samestep.plan.schedule import (
     Operation,
     Reduce,
 )
-from samestep.plan.transfers import BucketTransfers, Traffic, Transfer, gather_of
+from samestep.plan.transfers import Traffic, Transfer, gather_of
 
 SUM = "sum of gradients"
 
@@ -260,13 +261,14 @@ class Launches:
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 
     def _of_bucket(
-        self, bucket: BucketId, which: Callable[[BucketTransfers], Transfer | None]
+        self, bucket: BucketId, which: Callable[[BucketExchanges], Exchange | None]
     ) -> Iterator[Collective]:
-        """A transfer between the ranks that have copies of a placement."""
+        """An exchange between the ranks that have copies of a placement."""
         placement = self._blueprint.placements[bucket.placement]
         if placement.peers.size == 1:
             return
-        found = [which(each.shape.transfers[bucket.bucket]) for each in placement.sharings]
+        exchanges = [which(each.shape.exchanges[bucket.bucket]) for each in placement.sharings]
+        found = list(map(transfer_of, exchanges))
         if len(set(map(id, found))) > 1:
             yield Collective(tuple(found), placement.peers, among=placement.mesh)
         elif found[0] is not None:
@@ -279,7 +281,7 @@ class Launches:
         if first is None or not first.summands:
             return
         members = first.plan.buckets[bucket.bucket].params
-        reduce = first.shape.transfers[bucket.bucket].reduce
+        reduce = first.shape.exchanges[bucket.bucket].reduce.transfer
         wide = torch.promote_types(reduce.dtype, torch.float32)
         for summands in dict.fromkeys(filter(None, (first.summands[i] for i in members))):
 
@@ -298,7 +300,7 @@ class Launches:
         for each in placement.spreadings:
             own = each.chunks[chunk.bucket] if chunk.bucket < len(each.chunks) else None
             exchange = None if own is None else which(own)
-            sent = None if exchange is None else exchange.transfer
+            sent = transfer_of(exchange)
             found.append(sent if sent is not None and sent.elements else None)
         if any(found):
             yield Collective(tuple(found), placement.mesh, among=placement.peers)

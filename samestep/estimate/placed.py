@@ -22,7 +22,7 @@ from samestep.plan.mesh_shares import primary_blocks, shard_spec
 from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
-from samestep.plan.transfers import BucketPolicy
+from samestep.plan.transfers import CollectivePolicy
 from samestep.rules.state import State, StoredTensors, block_state_shapes, state_shapes
 from samestep.shards.dtensor.planned import plan_chunks
 from samestep.shards.dtensor.planned import shape_of as shape_of_blocks
@@ -69,7 +69,7 @@ class Sharing:
         return self.planned.even
 
     @property
-    def policy(self) -> BucketPolicy:
+    def policy(self) -> CollectivePolicy:
         return self.planned.policy
 
     @property

@@ -45,6 +45,7 @@ from samestep.estimate.work import (
     elementwise_work,
     local_work,
 )
+from samestep.plan.exchanges import transfer_of
 from samestep.plan.schedule import (
     Agree,
     Apply,
@@ -373,7 +374,8 @@ class _Simulator:
                 self._wait("gather", bucket)
                 sharing = self._blueprint.shared_by(bucket)
                 if sharing is not None and sharing.distribution.buffers != "flat":
-                    self._copy_pieces(bucket, sharing.shape.transfers[bucket.bucket].gather)
+                    gather = sharing.shape.exchanges[bucket.bucket].gather
+                    self._copy_pieces(bucket, transfer_of(gather))
             case Collect(chunk):
                 self._wait("host", WindowId(chunk, "chunk"))
                 self._elementwise(chunk, 16 + 4)
@@ -409,15 +411,16 @@ class _Simulator:
         if sharing is not None and transfer is not None:
             moved = 2 * transfer.elements * transfer.dtype.itemsize
             self._spend(moved / self._hardware.bytes_rate)
-            self._spend(
-                len(sharing.plan.buckets[bucket.bucket].packing.parts) * self._hardware.call
-            )
+            parts = sharing.plan.buckets[bucket.bucket].packing.parts
+            self._spend(len(parts) * self._hardware.call)
 
     def _add_up(self, bucket: BucketId) -> None:
         sharing = self._blueprint.shared_by(bucket)
         if sharing is None or not sharing.shape.reduces:
             return
-        exchanged = sharing.shape.transfers[bucket.bucket].reduce.traffic is Traffic.EXCHANGE
+        exchanged = (
+            sharing.shape.exchanges[bucket.bucket].reduce.transfer.traffic is Traffic.EXCHANGE
+        )
         summands = sharing.peers.size if exchanged else 1
         own = _to_update(sharing, bucket.bucket)
         self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)

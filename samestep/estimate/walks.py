@@ -17,6 +17,7 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks
 from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock
+from samestep.plan.exchanges import transfer_of
 from samestep.plan.flat import places
 from samestep.plan.packing import PackedPart
 from samestep.plan.sharding import Segment
@@ -115,7 +116,7 @@ class SharingWalk(Walk):
         distribution = sharing.distribution
         self._flat = distribution.buffers == "flat"
         self._frees = distribution.frees_gradients
-        self._transfers = sharing.shape.transfers
+        self._exchanges = sharing.shape.exchanges
         self._reuses = distribution.sums_in_place(sharing.policy)
         self._flying: list[int] = []
         self._launched = 0
@@ -191,7 +192,10 @@ class SharingWalk(Walk):
         number = self._launched
         self._launched += 1
         self._flying.append(number)
-        bucket, transfer = self._sharing.plan.buckets[number], self._transfers[number].reduce
+        bucket, transfer = (
+            self._sharing.plan.buckets[number],
+            self._exchanges[number].reduce.transfer,
+        )
         width = transfer.dtype.itemsize
         if self._flat:
             self._buffer(number)
@@ -239,7 +243,10 @@ class SharingWalk(Walk):
         if number not in self._flying:
             return
         self._flying.remove(number)
-        bucket, transfer = self._sharing.plan.buckets[number], self._transfers[number].reduce
+        bucket, transfer = (
+            self._sharing.plan.buckets[number],
+            self._exchanges[number].reduce.transfer,
+        )
         dtype, wide = transfer.dtype, torch.promote_types(transfer.dtype, torch.float32)
         if self._ranks == 1:
             return
@@ -265,16 +272,16 @@ class SharingWalk(Walk):
 
         What are summands still is added up over the mesh, side by side.
         """
-        transfers = self._transfers[number]
+        exchanges = self._exchanges[number]
         if self._sharing.shape.reduces:
             self._land(number)
-            sums = transfers.sums
+            sums = transfer_of(exchanges.sums)
             if sums is not None and self._ranks > 1:
                 self._gather("gathered sums", number, sums, cat=False, into=False)
                 self._add("gathered sums", number, self._arriving(sums) * sums.dtype.itemsize)
                 self._add("sum", number, sums.elements * sums.dtype.itemsize)
                 self._drop(number, "gathered sums", "packed", "received")
-        wide = torch.promote_types(transfers.reduce.dtype, torch.float32)
+        wide = torch.promote_types(exchanges.reduce.transfer.dtype, torch.float32)
         for place, elements in enumerate(self._sharing.sums(number, self._place).values()):
             self._add(f"sum in mesh {place}", number, elements * wide.itemsize)
         summands, pieces = self._sharing.summands, self._owned(number).pieces
@@ -300,7 +307,7 @@ class SharingWalk(Walk):
                 self._drop(number, f"sum in mesh {place}")
 
     def on_gather(self, number: int) -> None:
-        transfer = self._transfers[number].gather
+        transfer = transfer_of(self._exchanges[number].gather)
         if transfer is None or self._ranks == 1:
             return
         several = len(self._owned(number).pieces) > 1

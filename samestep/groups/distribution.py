@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from samestep.plan.links import LEAST_ELEMENTS
 from samestep.plan.sharding import OwnerStrategy
-from samestep.plan.transfers import BucketPolicy
+from samestep.plan.transfers import CollectivePolicy
 from samestep.rules import checks
 
 Sharding = Literal["auto", "none", "zero1", "zero2"]
@@ -259,10 +259,10 @@ class Distribution:
 
     def bucket_policy(
         self, ranks: int, outer: int, device: torch.device, *, uneven: bool, levels: int = 1
-    ) -> BucketPolicy:
+    ) -> CollectivePolicy:
         """How buckets travel between so many ranks, in so many groups that do the same."""
         frugal = ranks > 2 if self.buffers == "flat" else self.frees_gradients
-        return BucketPolicy(
+        return CollectivePolicy(
             ranks,
             outer,
             ordered=self.reduction == "ordered",
@@ -272,7 +272,7 @@ class Distribution:
             levels=levels,
         )
 
-    def sums_in_place(self, policy: BucketPolicy) -> bool:
+    def sums_in_place(self, policy: CollectivePolicy) -> bool:
         """Whether the sum of a bucket may lie in a buffer that carried it."""
         return not (self.frees_gradients and (self.buffers == "flat" or policy.frugal))
 

@@ -24,7 +24,7 @@ import torch
 from samestep.layout.boxes import Box
 from samestep.plan.layouts import Holding, Holdings, Key, Layout
 from samestep.plan.packing import PackedPart, Packing
-from samestep.plan.transfers import Traffic, Transfer
+from samestep.plan.transfers import CollectivePolicy, Traffic, Transfer, of_segments
 
 
 class Hop(NamedTuple):
@@ -76,6 +76,8 @@ class Exchange:
         target: Where they shall be: the same keys, and for each of them boxes of the same tensor.
         ranks: How many ranks the group has.
         dtype: In which it travels, where that is the same for all tensors.
+        policy: Which collective moves it, for one tensor of which every rank has an addend of
+            everything, or shall have everything; None: parts go from each rank to each other one.
     """
 
     def __init__(
@@ -85,13 +87,14 @@ class Exchange:
         target: Layout,
         ranks: int,
         dtype: torch.dtype | None = None,
+        policy: CollectivePolicy | None = None,
     ) -> None:
         if source.keys() != target.keys():
             raise ValueError(
                 f"{name}: the layouts have different tensors: {source.keys() ^ target.keys()}"
             )
         self.name, self.source, self.target, self.ranks = name, source, target, ranks
-        self._dtype = dtype
+        self._dtype, self._policy = dtype, policy
         self._incoming: dict[int, Sequence[Hop]] = {}
         self._outgoing: dict[int, Sequence[Hop]] = {}
 
@@ -193,9 +196,25 @@ class Exchange:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """The collective that moves what each rank sends to each other one."""
+        """The collective that moves it."""
         assert self._dtype is not None, self.name
-        return Transfer(Traffic.PARTS, self.name, self._dtype, sum(self.moved.sent), *self.moved)
+        if self._policy is None:
+            sent = sum(self.moved.sent)
+            return Transfer(Traffic.PARTS, self.name, self._dtype, sent, *self.moved)
+        ((source, target),) = zip(self.source.values(), self.target.values(), strict=True)
+        # On one rank copies and addends are the same, and nothing travels.
+        if self.ranks == 1 or not (source.has_one_rank_each or target.has_one_rank_each):
+            return Transfer(Traffic.ALL_REDUCE, self.name, self._dtype, target[0].box.numel)
+        if source.has_one_rank_each:
+            gather = self._policy.gather(self.name, self._dtype, self._sizes(source))
+            return gather._replace(levels=self._policy.levels)
+        traffic = Traffic.EXCHANGE if self._policy.exchanges else Traffic.REDUCE_SCATTER
+        sums = of_segments(traffic, self.name, self._dtype, self._sizes(target))
+        return sums._replace(levels=self._policy.levels)
+
+    def _sizes(self, holdings: Holdings) -> list[int]:
+        """Elements by rank, of every rank."""
+        return [holdings.sizes.get(rank, 0) for rank in range(self.ranks)]
 
     @cached_property
     def is_silent(self) -> bool:
@@ -305,3 +324,8 @@ class Exchange:
         """The sources that are near a target."""
         near = self.source[key].near
         return [each for each in held.sources if near[each[0]] == near[target]] if near else ()
+
+
+def transfer_of(exchange: Exchange | None) -> Transfer | None:
+    """The collective of an exchange, if there is one."""
+    return None if exchange is None else exchange.transfer

@@ -23,11 +23,12 @@ one comes while one is updated and the one before returns:
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
+from samestep.plan.bucket_exchanges import BucketExchanges
 from samestep.plan.chunks import Chunk
-from samestep.plan.transfers import BucketTransfers, Transfer
+from samestep.plan.exchanges import transfer_of
+from samestep.plan.transfers import Transfer
 
 
 class BucketId(NamedTuple):
@@ -133,7 +134,7 @@ class Place(_About):
 class Collect(_Sends):
     """Start sending a chunk of spread blocks to their owners."""
 
-    sends = "collection.transfer"
+    sends = "collection"
 
 
 class Transform(_About):
@@ -143,7 +144,7 @@ class Transform(_About):
 class GiveBack(_Sends):
     """Start sending the directions of a chunk to those who hold parts of its blocks."""
 
-    sends = "giving_back.transfer"
+    sends = "giving_back"
 
 
 class Apply(_About):
@@ -196,7 +197,7 @@ class PlacementShape(NamedTuple):
     # of this rank, which may be primary holder of none: gathers have one order on all ranks.
     has_parts: bool = False
     places: tuple[int, ...] = ()  # how late forward uses each bucket
-    transfers: tuple[BucketTransfers, ...] = ()
+    exchanges: tuple[BucketExchanges, ...] = ()
     planned_chunks: tuple[Chunk, ...] = ()
     # Of state that stays on the host, in bytes; (): it lies on the device. A rank may have other
     # windows than its peers: nobody else takes part in what they do.
@@ -213,15 +214,16 @@ class PlacementShape(NamedTuple):
 
     def sending(self, kind: type[S], about: BucketId) -> S:
         """An operation about a bucket or a chunk, with what it sends."""
-        every = self.transfers if kind in (Reduce, Gather) else self.planned_chunks
-        return kind(about, attrgetter(kind.sends)(every[about.bucket]) if every else None)
+        every = self.exchanges if kind in (Reduce, Gather) else self.planned_chunks
+        exchange = getattr(every[about.bucket], kind.sends) if every else None
+        return kind(about, transfer_of(exchange))
 
     def average(self, bucket: BucketId) -> Average:
         """Likewise; gradients that come reduced send nothing."""
-        if not self.transfers or not self.reduces:
+        if not self.exchanges or not self.reduces:
             return Average(bucket)
-        own = self.transfers[bucket.bucket]
-        return Average(bucket, own.sums, own.outer)
+        own = self.exchanges[bucket.bucket]
+        return Average(bucket, transfer_of(own.sums), own.outer_transfers)
 
 
 def launch_order(placements: Sequence[Sequence[int]]) -> list[BucketId]:

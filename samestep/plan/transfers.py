@@ -1,24 +1,11 @@
-"""What travels, as data: decided here once, run by `comm.collectives`, counted by `estimate`.
-
-Of a bucket:
-
-    reduce   the gradients of all ranks -> every rank's sum of its segment, or of all of it
-    sums     those sums -> everyone, where each rank has added up a stretch of what all need
-    outer    this rank's sum -> the sum over groups of ranks that do the same
-    gather   updated segments -> everyone
-
-`plan.chunks` has those of blocks whose parts are spread over ranks.
-"""
+"""Collectives as data: decided in plans once, run by `comm.collectives`, counted by `estimate`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-
-from samestep.plan.sharding import Bucket, ShardingPlan
 
 
 class Traffic(Enum):
@@ -86,11 +73,8 @@ def gather_of(
     return of_segments(Traffic.ALL_GATHER if equal else Traffic.UNEVEN_GATHER, name, dtype, sizes)
 
 
-# --- buckets ---------------------------------------------------------------------------------
-
-
-class BucketPolicy(NamedTuple):
-    """What decides how the buckets of a plan travel; the same for all of them, on every rank.
+class CollectivePolicy(NamedTuple):
+    """What decides which collectives carry the buckets of a plan; the same on every rank.
 
     outer: groups of ranks that do the same; 1: there are no others.
     ordered: gradients are added up in rank order.
@@ -108,89 +92,14 @@ class BucketPolicy(NamedTuple):
     uneven: bool
     levels: int = 1
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether segments are exchanged, and added up by who gets them."""
+        return prefers_exchange(on_cpu=self.on_cpu, ordered=self.ordered, frugal=self.frugal)
+
     def gather(self, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> Transfer:
         """Of segments of these sizes."""
         return gather_of(name, dtype, sizes, on_cpu=self.on_cpu, uneven=self.uneven)
-
-
-@dataclass(frozen=True, eq=False)
-class BucketTransfers:
-    """What one bucket sends in a step; `outer[place]`: what a rank at that place of its group does.
-
-    `gather` is None where every rank updates all of it.
-    """
-
-    reduce: Transfer
-    sums: Transfer | None
-    outer: tuple[tuple[Transfer, ...], ...]
-    gather: Transfer | None
-
-
-def bucket_transfers(
-    plan: ShardingPlan,
-    policy: BucketPolicy,
-    gradient_dtypes: Sequence[torch.dtype],
-    dtypes: Sequence[torch.dtype],
-) -> tuple[BucketTransfers, ...]:
-    """Of every bucket, by the dtypes in which its gradients and its parameters travel."""
-    return tuple(
-        _of_bucket(number, bucket, plan, policy, gradients, dtype)
-        for number, (bucket, gradients, dtype) in enumerate(
-            zip(plan.buckets, gradient_dtypes, dtypes, strict=True)
-        )
-    )
-
-
-def _of_bucket(
-    number: int,
-    bucket: Bucket,
-    plan: ShardingPlan,
-    policy: BucketPolicy,
-    gradients: torch.dtype,
-    dtype: torch.dtype,
-) -> BucketTransfers:
-    label = f"bucket {number} ({plan.params[bucket.params[0]].name}, ...)"
-    name = f"reduction of {label}"
-    segments = bucket.segment_sizes
-    if bucket.replicated:  # spread evenly for adding it up
-        segments = even_sizes(bucket.size, policy.ranks)
-    wide = torch.promote_types(gradients, torch.float32)
-    frugal = policy.frugal or bucket.replicated
-    if prefers_exchange(on_cpu=policy.on_cpu, ordered=policy.ordered, frugal=frugal):
-        reduce = of_segments(Traffic.EXCHANGE, name, gradients, segments)
-    elif bucket.replicated:
-        reduce = Transfer(Traffic.ALL_REDUCE, name, gradients, bucket.size)
-    else:
-        reduce = of_segments(Traffic.REDUCE_SCATTER, name, gradients, segments)
-    sums = gather = None
-    if bucket.replicated and policy.ordered:
-        sums = policy.gather(f"sums of {label}", wide, segments)
-    if not bucket.replicated:
-        gather = policy.gather(f"gather of {label}", dtype, segments)
-    kept = [bucket.size] * policy.ranks if bucket.replicated else segments
-    outer: tuple[tuple[Transfer, ...], ...] = ()
-    if policy.outer > 1:
-        of_size = {size: outer_transfers(number, size, wide, policy) for size in set(kept)}
-        outer = tuple(of_size[size] for size in kept)
-    if reduce.sizes is not None:
-        reduce = reduce._replace(levels=policy.levels)
-    if gather is not None:
-        gather = gather._replace(levels=policy.levels)
-    if sums is not None:
-        sums = sums._replace(levels=policy.levels)
-    return BucketTransfers(reduce, sums, outer, gather)
-
-
-def outer_transfers(
-    number: int, elements: int, wide: torch.dtype, policy: BucketPolicy
-) -> tuple[Transfer, ...]:
-    """How so many elements of a bucket are added up over groups that do the same."""
-    name = f"outer sum of bucket {number}"
-    if not policy.ordered:
-        return (Transfer(Traffic.ALL_REDUCE, name, wide, elements),)
-    sizes = even_sizes(elements, policy.outer)
-    exchange = of_segments(Traffic.EXCHANGE, name, wide, sizes)
-    return exchange, policy.gather(name, wide, sizes)
 
 
 def prefers_exchange(*, on_cpu: bool, ordered: bool, frugal: bool = False) -> bool:

@@ -8,9 +8,9 @@ import torch
 
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import RankGroup
+from samestep.plan.bucket_exchanges import BucketExchanges
 from samestep.plan.packing import PackedPart
 from samestep.plan.sharding import ShardingPlan
-from samestep.plan.transfers import BucketTransfers
 from samestep.shards.replicated.awaited import ParametersInFlight
 from samestep.shards.replicated.flat import FlatParameters
 from samestep.shards.replicated.local_tensors import LocalTensors
@@ -28,7 +28,7 @@ class ParameterGatherer:
     held: LocalTensors
     plan: ShardingPlan
     places: RankGroup
-    transfers: Sequence[BucketTransfers]
+    exchanges: Sequence[BucketExchanges]
     flat: FlatParameters | None
     in_flight: ParametersInFlight | None
 
@@ -39,9 +39,10 @@ class ParameterGatherer:
 
     def launch(self, number: int) -> None:
         """Start sending the updated pieces of a bucket."""
-        bucket, transfer = self.plan.buckets[number], self.transfers[number].gather
-        if transfer is None:
+        bucket, gather = self.plan.buckets[number], self.exchanges[number].gather
+        if gather is None:
             return
+        transfer = gather.transfer
         assert transfer.sizes is not None
         whole = None
         if self.flat is not None:

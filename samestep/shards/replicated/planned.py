@@ -12,12 +12,13 @@ import torch
 
 from samestep.comm.groups import ranks_text
 from samestep.groups.distribution import Distribution
+from samestep.plan.bucket_exchanges import bucket_exchanges
 from samestep.plan.flat import plan_flat
 from samestep.plan.links import Fabric, bucket_elements
 from samestep.plan.mesh_shares import restrict_to_shards
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, ShardingPlan, plan_sharding
-from samestep.plan.transfers import BucketPolicy, bucket_transfers
+from samestep.plan.transfers import CollectivePolicy
 from samestep.shards.placement import PlanMembers
 from samestep.shards.replicated.buffers import joint_gradient_dtype
 
@@ -142,7 +143,7 @@ class ReplicatedPlan:
     distribution: Distribution
     fabric: Fabric
     plan: ShardingPlan
-    policy: BucketPolicy
+    policy: CollectivePolicy
     watched: bool
     even: ShardingPlan | None = None
 
@@ -170,7 +171,7 @@ class ReplicatedPlan:
         return PlacementShape(
             # A bucket is complete with the parameter that forward uses first.
             places=tuple(self.members.places[bucket.params[0]] for bucket in buckets),
-            transfers=bucket_transfers(self.plan, self.policy, gradients, dtypes),
+            exchanges=bucket_exchanges(self.plan, self.policy, gradients, dtypes),
             # Waves are the same on all ranks of a mesh, also where their shards are not equal.
             bucket_sizes=tuple(bucket.size for bucket in (self.even or self.plan).buckets),
             agrees=True,

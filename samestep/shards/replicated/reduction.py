@@ -24,14 +24,13 @@ from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.pipelines import PipelineStages
+from samestep.plan.bucket_exchanges import BucketExchanges, outer_exchanges
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (
-    BucketPolicy,
-    BucketTransfers,
+    CollectivePolicy,
     Traffic,
     Transfer,
     divides_first,
-    outer_transfers,
 )
 from samestep.shards.replicated.buffers import GradientBuffers
 from samestep.shards.replicated.flat import FlatGradientBuffers
@@ -72,8 +71,8 @@ class GradientReducer:
         plan: ShardingPlan,
         reduction: GroupReduction,
         distribution: Distribution,
-        policy: BucketPolicy,
-        transfers: Sequence[BucketTransfers],
+        policy: CollectivePolicy,
+        exchanges: Sequence[BucketExchanges],
         order: LaunchOrder,
     ) -> None:
         group, divisor, outer = reduction
@@ -86,7 +85,7 @@ class GradientReducer:
         self.outer = outer
         self._distribution = distribution
         self._policy = policy
-        self._transfers = transfers
+        self._exchanges = exchanges
         self._divisor = policy.ranks * policy.outer if divisor is None else divisor
         # Where sums take the place of gradients, nobody shall take them for gradients.
         self._gives_back = distribution.frees_gradients or flat
@@ -103,7 +102,7 @@ class GradientReducer:
         self._headroom = 1 << (group.size - 1).bit_length()  # a power of two: the division is exact
         self._divides = [
             divides_first(reduce.dtype, group.size, exchange=reduce.traffic is Traffic.EXCHANGE)
-            for reduce in (of_bucket.reduce for of_bucket in transfers)
+            for reduce in (of_bucket.reduce.transfer for of_bucket in exchanges)
         ]
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
@@ -232,7 +231,7 @@ class GradientReducer:
         """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
         number = self.launched
         self._advance()
-        transfer = self._transfers[number].reduce
+        transfer = self._exchanges[number].reduce.transfer
         members = self._members[number]
         self.sent.look_for_drops(members)
         self._look_at_placements(members)
@@ -387,13 +386,13 @@ class GradientReducer:
             result = result.clone()
         else:
             self._sums[number] = None
-        transfers = self._transfers[number]
-        if transfers.sums is not None:
+        exchanges = self._exchanges[number]
+        if exchanges.sums is not None:
             # Not sooner: ranks wait for their reductions at different times, and collectives
             # must be launched in one order.
-            result = self._gathered(transfers.sums, result, self._group)
-        if transfers.outer:
-            result = self._over_outer(transfers.outer[self._group.rank], result)
+            result = self._gathered(exchanges.sums.transfer, result, self._group)
+        if exchanges.outer:
+            result = self._over_outer(exchanges.outer_transfers[self._group.rank], result)
         return result.div_(self._divisor)
 
     def _over_outer(self, transfers: Sequence[Transfer], summed: Tensor) -> Tensor:
@@ -418,13 +417,13 @@ class GradientReducer:
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None
-            sizes = self._transfers[number].reduce.sizes  # None: every rank has all sums
+            sizes = self._exchanges[number].reduce.transfer.sizes  # None: every rank has all sums
             if sizes is not None:
                 parts = gather_segments(f"sums of bucket {number}", kept, sizes, self._group)
                 kept = torch.cat(parts.wait())
             if self._policy.outer > 1:
-                outer = outer_transfers(number, kept.numel(), kept.dtype, self._policy)
-                kept = self._over_outer(outer, kept.clone())
+                outer = outer_exchanges(number, kept.numel(), kept.dtype, self._policy)
+                kept = self._over_outer([each.transfer for each in outer], kept.clone())
             for piece, start in bucket.places():
                 if piece.param == index:
                     part = kept[start : start + piece.size]
@@ -445,7 +444,7 @@ class GradientReducer:
             bucket, kept = self._plan.buckets[number], self._sums[number]
             if kept is None:
                 continue
-            sizes = self._transfers[number].reduce.sizes  # None: every rank has all sums
+            sizes = self._exchanges[number].reduce.transfer.sizes  # None: every rank has all sums
             first = 0 if sizes is None else sum(sizes[: self._group.rank])
             for piece, place in bucket.places():
                 if piece.param == index:

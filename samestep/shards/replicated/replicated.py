@@ -115,14 +115,14 @@ class ReplicatedParameters(Placement):
             reduction._replace(ranks=self.places),
             self.distribution,
             planned.policy,
-            self.shape.transfers,
+            self.shape.exchanges,
             request.order,
         )
         self._gatherer = ParameterGatherer(
             self.held,
             self.plan,
             self.places,
-            self.shape.transfers,
+            self.shape.exchanges,
             self._flat,
             request.in_flight if self.shape.defers else None,
         )

@@ -12,7 +12,8 @@ from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.plan import sharding
-from samestep.plan.transfers import Transfer, bucket_transfers
+from samestep.plan.bucket_exchanges import bucket_exchanges
+from samestep.plan.transfers import Transfer
 from samestep.shards.replicated import planned, reduction
 from samestep.shards.replicated.flat import FlatGradientBuffers
 from samestep.shards.replicated.gathering import ParameterGatherer
@@ -206,9 +207,9 @@ def sums_sent_on_arrival() -> list[Any]:
         original(self, number)
         bucket, part = self._plan.buckets[number], self._sums[number]
         if arrives and bucket.replicated and part is not None:
-            sums = self._transfers[number].sums
+            sums = self._exchanges[number].sums
             assert sums is not None
-            self._sums[number] = self._gathered(sums, part, self._group)
+            self._sums[number] = self._gathered(sums.transfer, part, self._group)
 
     def take(original: Any, self: GradientReducer, number: int) -> Any:
         if not self._plan.buckets[number].replicated:
@@ -258,9 +259,9 @@ def reduction_chosen_at_launch() -> list[Any]:
     # Met on the way: a choice must be the same on every rank.
 
     def choose(self: GradientReducer, *, frugal: bool) -> None:
-        dtypes = [each.reduce.dtype for each in self._transfers]
+        dtypes = [each.reduce.transfer.dtype for each in self._exchanges]
         policy = self._policy._replace(frugal=frugal)
-        self._transfers = bucket_transfers(self._plan, policy, dtypes, dtypes)
+        self._exchanges = bucket_exchanges(self._plan, policy, dtypes, dtypes)
 
     def arrived(original: Any, self: GradientReducer, index: int) -> None:
         choose(self, frugal=True)

@@ -77,10 +77,16 @@ def test_before_is_the_same_plan_with_copies():
     model = load_model("nanochat-d20", torch.bfloat16)
     settings = Settings(bucket_size=6_553_600)
     plan = Job(model, Degrees(16), settings, PRESETS["h200x8"]).blueprint(0)
-    now, then = (each.placements[0].sharings[0].shape.transfers for each in (plan, in_copies(plan)))
+    now, then = (each.placements[0].sharings[0].shape.exchanges for each in (plan, in_copies(plan)))
     kinds = {
-        (a.gather.traffic, b.gather.traffic) for a, b in zip(now, then, strict=True) if a.gather
+        (a.gather.transfer.traffic, b.gather.transfer.traffic)
+        for a, b in zip(now, then, strict=True)
+        if a.gather
     }
     assert (Traffic.UNEVEN_GATHER, Traffic.COPIES) in kinds
-    assert all(a.gather.sizes == b.gather.sizes for a, b in zip(now, then, strict=True) if a.gather)
+    assert all(
+        a.gather.transfer.sizes == b.gather.transfer.sizes
+        for a, b in zip(now, then, strict=True)
+        if a.gather
+    )
     assert Traffic.COPIES not in {new for new, _ in kinds}

@@ -8,6 +8,7 @@ The distance is ||X - U V^T||_F / sqrt(min(rows, cols)) of a block U S V^T, in 3
 runs on a CPU, and with every product rounded to bfloat16. The decomposition is float64's.
 """
 
+import argparse
 import math
 import statistics
 import sys
@@ -146,7 +147,9 @@ def flops_table() -> Iterator[str]:
             yield row([name, *(f"{count:g}" for count in counts)])
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.parse_args(words)
     torch.set_num_threads(1)
     print("\n".join(flops_table()))
     for dtype in DTYPES:

@@ -40,7 +40,8 @@ def inventory() -> dict[str, Any]:
         optimizer = getattr(samestep, name)
         found[f"options of {name}"] = sorted(_keywords(optimizer))
         found[f"methods of {name}"] = sorted(n for n in dir(optimizer) if not n.startswith("_"))
-    for rule in RULES.values():
+    # Scripts and tests that were imported before may have registered rules of their own.
+    for rule in (own for own in RULES.values() if type(own).__module__.startswith("samestep.")):
         found[f"options of rule {rule.name}"] = sorted(rule.defaults)
     functions = inspect.getmembers(presets, inspect.isfunction)
     found["presets"] = {

@@ -40,8 +40,10 @@ SCRIPTS = sorted(
     path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
 RUN_ELSEWHERE = {
+    "fewer_steps": "tests.rules.test_starts",
     "muon_claims": "tests.bench.test_muon_claims",
     "muon_schedules": "tests.bench.test_muon_schedules",
+    "quintics": "tests.rules.test_quintics",
     "scaling": "tests.inside.planning.test_scaling",
     "two_hosts": "tests.mesh.test_two_hosts",
     "two_levels": "tests.bench.test_two_levels",

@@ -313,7 +313,7 @@ def with_windows(own: OnRank, groups: Groups) -> PlacementShape:
 
 
 def windows_of(own: OnRank, groups: Groups) -> Windows:
-    """Of every bucket and chunk, as `shards.replicated` and `shards.dtensor` cut them."""
+    """The windows of every bucket and chunk, as the placements of optimizers cut them."""
     units: dict[tuple[Stage, int], list[Unit]] = {}
     for number in range(len(own.shape.bucket_sizes)):
         units["update", number] = [_unit(each, groups) for each in own.updates(number)]

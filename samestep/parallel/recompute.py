@@ -76,7 +76,7 @@ def once(compute: Callable[[], T]) -> T:
 
 
 def what_of(asked: bool | What) -> What | None:
-    """What is computed again; True: "full". None: nothing."""
+    """The part of a block that `recompute=` asks to compute again; None: nothing."""
     if asked in ("full", "selective"):
         return asked
     if not isinstance(asked, bool):

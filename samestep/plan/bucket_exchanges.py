@@ -1,4 +1,4 @@
-"""What a bucket sends in a step: its way through the layouts of its buffer.
+"""The exchanges of a bucket in a step: its way through the layouts of its buffer.
 
     gradients    every rank has an addend of all of it
       reduce
@@ -55,7 +55,10 @@ def bucket_exchanges(
     gradient_dtypes: Sequence[torch.dtype],
     dtypes: Sequence[torch.dtype],
 ) -> tuple[BucketExchanges, ...]:
-    """Of every bucket, by the dtypes in which its gradients and its parameters travel."""
+    """Make the exchanges of every bucket of a plan.
+
+    gradient_dtypes, dtypes: by bucket the dtype in which its gradients and its parameters travel.
+    """
     return tuple(
         _of_bucket(number, bucket, plan, policy, gradients, dtype)
         for number, (bucket, gradients, dtype) in enumerate(
@@ -104,7 +107,7 @@ def _of_bucket(
 def outer_exchanges(
     number: int, elements: int, dtype: torch.dtype, policy: CollectivePolicy
 ) -> tuple[Exchange, ...]:
-    """How so many elements of a bucket are added up over groups that do the same."""
+    """The exchanges that add up `elements` of a bucket over groups that do the same."""
     name, groups = f"outer sum of bucket {number}", policy.outer
     policy = policy._replace(ranks=groups, levels=1)
     gradients, everywhere = addends_on_all(elements, groups), copies_on_all(elements, groups)

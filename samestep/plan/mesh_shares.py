@@ -24,8 +24,9 @@ from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPl
 
 
 def even_share(spec: ParamSpec, boxes: Sequence[Box]) -> ParamSpec:
-    """What every rank of a mesh counts with of a parameter of which the ranks hold these boxes.
+    """The even share that every rank of a mesh counts with of a parameter.
 
+    boxes: of the parameter, by rank of the mesh.
     A stack of experts that is cut evenly between its matrices is a smaller stack on every rank.
     """
     parts = len({box for box in boxes if box.numel}) or 1

@@ -31,12 +31,12 @@ class PackedPart(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Where it lies in the buffer."""
+        """The stretch of the buffer that it takes."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def elements(self) -> slice:
-        """Which elements of a flattened tensor it has; for parts of buckets."""
+        """The elements that it has of a flattened tensor; for parts of buckets."""
         (elements,) = self.slices
         return elements
 

@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> slice:
-        """Which elements of the parameter it has."""
+        """The elements that it has of the flattened parameter."""
         return slice(self.start, self.stop)
 
 
@@ -178,7 +178,7 @@ class Bucket:
 
     @cached_property
     def packing(self) -> Packing:
-        """Where parameters lie in the bucket: neighbours that are neighbours there too are one."""
+        """The places of parameters in the bucket, with neighbours of one parameter as one part."""
         return self.packing_without(None)
 
     def packing_without(self, rank: int | None) -> Packing:

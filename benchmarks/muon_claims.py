@@ -104,9 +104,13 @@ class GatedMuon(MuonRule):
 GATED: dict[Gate, GatedMuon] = {
     gate: GatedMuon(gate) for gate in ("decay by gradient", "update by gradient")
 }
-for rule in GATED.values():
-    if rule.name not in RULES:  # a script that is imported as well
-        samestep.register_rule(rule)
+
+
+def register_gated() -> None:
+    """Make the gated rules known; not on import, since they would stay for whoever imports."""
+    for rule in GATED.values():
+        if rule.name not in RULES:
+            samestep.register_rule(rule)
 
 
 def qkv_arms(config: GPTConfig) -> dict[str, dict[str, Any]]:
@@ -126,6 +130,7 @@ def qkv_optimizer(model: GPT, rate: float, own: Mapping[str, Any]) -> samestep.M
 
 def gate_optimizer(model: GPT, rate: float, gate: Gate) -> samestep.MuonAdamW:
     """nanochat's Muon, with decay, and its AdamW for what is no matrix."""
+    register_gated()
     muon = samestep.presets.nanochat()
     muon |= {"lr": rate, "weight_decay": 0.2, "cautious": gate == "decay by parameter"}
     muon["compute_dtype"] = torch.float32  # 16 bits are slow on a CPU

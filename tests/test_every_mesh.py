@@ -4,6 +4,7 @@ Gradients are given by hand, different ones on every data rank, against one proc
 mean; where they are the same on all data ranks, every bit must be that of one process.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -218,8 +219,9 @@ def test_layouts_are_one_process(sizes):
     layouts = (
         FEW if SOAK or sizes == MESHES[0] else ["flat zero1" if sizes == MESHES[1] else "zero2"]
     )
+    reference_of = cache(lambda *names: snapshot(one_process(list(names), copies, **NORMUON)))
     for layout, of_ranks in run_cases(world, layouts, job):
-        reference = snapshot(one_process(names_for(LAYOUTS[layout]), copies, **NORMUON))
+        reference = reference_of(*names_for(LAYOUTS[layout]))
         for found in of_ranks:
             assert found.keys() == reference.keys()
             for key in found:
@@ -236,9 +238,12 @@ def test_from_equal_gradients_all_bits_are_those_of_one_process(sizes):
         options = {**NORMUON, **SMALL, **LAYOUTS[layout], "max_grad_norm": 1e6}
         return snapshot(trained(names_for(options), sizes, same=True, **options)[2])
 
+    @cache
+    def reference_of(*names):
+        return snapshot(one_process(list(names), copies, same=True, **NORMUON))
+
     for layout, of_ranks in run_cases(world, LAYOUTS if sizes == MESHES[0] else FEW, job):
-        names = names_for(LAYOUTS[layout])
-        reference = snapshot(one_process(names, copies, same=True, **NORMUON))
+        reference = reference_of(*names_for(LAYOUTS[layout]))
         for key, found in of_ranks[0].items():
             assert torch.equal(found, reference[key]), (layout, key)
 

@@ -11,10 +11,20 @@ import samestep
 from benchmarks import muon_claims
 from benchmarks.muon_claims import GATED, Options, completed, gate_optimizer, measure, table
 from samestep.models.gpt import GPT, GPTConfig
+from samestep.rules import RULES
 from samestep.train.corpus import Corpus
 
 ROOT = Path(__file__).parents[2]
 TINY = {"seeds": 2, "steps": 3, "width": 16, "layers": 1, "context": 8, "batch": 2}
+
+
+@pytest.fixture(autouse=True)
+def gated_rules():
+    """The rules of the script, for one test: messages elsewhere list all that are registered."""
+    muon_claims.register_gated()
+    yield
+    for rule in GATED.values():
+        RULES.pop(rule.name, None)
 
 
 def receipt(claim):

@@ -74,7 +74,7 @@ def gather_of(
 
 
 class CollectivePolicy(NamedTuple):
-    """What decides which collectives carry the buckets of a plan; the same on every rank.
+    """The facts that choose the collectives of a plan's buckets; the same on every rank.
 
     outer: groups of ranks that do the same; 1: there are no others.
     ordered: gradients are added up in rank order.

@@ -301,7 +301,7 @@ def scale_to_unit_norm(X: Tensor, norm_factor: float, eps: float, eps_form: EpsF
 
 
 def gram_scales(A: Tensor, start: Start) -> Tensor:
-    """What the rows of a block X are multiplied with, of A = X X^T. (B, m, m) -> (B, m or 1, 1).
+    """The factors of the rows of a block X, from A = X X^T. (B, m, m) -> (B, m or 1, 1).
 
     Singular values are at most ||X||_F afterwards, as before: it is what norm factor and eps have
     made of it. Errors of the entries of A are those of its rows' norms, and of as many signs as

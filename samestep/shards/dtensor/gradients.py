@@ -245,7 +245,7 @@ class MeshSums:
         )
 
     def agreed_kinds(self, kinds: Sequence[Kinds], groups: Sequence[RankGroup]) -> list[Kinds]:
-        """What any rank of these groups knows of each gradient; waits for all of them."""
+        """The kinds of each gradient that any rank of these groups knows; waits for all of them."""
         axes = self._mesh.ndim
         codes = [sum(kind << 2 * axis for axis, kind in enumerate(own)) for own in kinds]
         known = torch.tensor(codes, dtype=torch.int64, device=self._layout.device)
@@ -279,7 +279,7 @@ class MeshSums:
         return [results[place] for place in range(len(means))]
 
     def as_summand(self, local: Tensor, kinds: Kinds) -> Tensor:
-        """What a rank gives to a sum that shall be `local`: all of it, or zeros."""
+        """This rank's summand of a sum over the mesh that shall be `local`: all of it, or zeros."""
         here = self._mesh.get_coordinate()
         assert here is not None
         others = any(kind == SUMMAND and here[axis] for axis, kind in enumerate(kinds))

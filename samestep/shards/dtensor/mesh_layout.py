@@ -1,4 +1,4 @@
-"""Which rank of a mesh holds which box of some DTensors, and their whole values.
+"""The layout of DTensors on a mesh: which rank holds which box, and whole values of them.
 
 Used by every placement of DTensors: by those whose gradients FSDP2 or tensor parallel reduces, and
 by those whose copies on other meshes the optimizer averages.
@@ -57,7 +57,7 @@ class MeshLayout:
         self.replicated = replicated_here(self.params, mesh, everyone or self.group, number)
 
     def lines(self, shares: Sequence[ParamSpec]) -> list[str]:
-        """How parameters are placed, as text: the same on all ranks of a mesh and of its copies."""
+        """The placements of parameters as text; the same on all ranks and copies of a mesh."""
         placed = zip(shares, self.params, strict=True)
         return [f"mesh {tuple(self.mesh.shape)}"] + [
             f"{spec.name}: {tuple(param.shape)} as {param.placements}" for spec, param in placed
@@ -82,7 +82,7 @@ class MeshLayout:
         return StateStore("gather of the state", shapes, boxes_of_ranks(boxes), self.group)
 
     def part(self, index: int, values: Tensor, per: int = 1) -> Tensor:
-        """What this rank holds of a whole tensor, or of a DTensor however it is placed.
+        """This rank's shard of a whole tensor, or of a DTensor however it is placed.
 
         per: of so many elements of the parameter, along its last dim, the tensor has one.
         """

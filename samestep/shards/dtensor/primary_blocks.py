@@ -116,7 +116,7 @@ class PrimaryBlocks:
 
 
 def _whereabouts(item: PrimaryBlock) -> Whereabouts | None:
-    """Where the elements of a block are in its parameter, if any are rounded at random."""
+    """The places of a block's elements in its parameter, if any are rounded at random."""
     where = whereabouts(item.of.name, item.of.shape, item.of.stored)
     if where is None:
         return None

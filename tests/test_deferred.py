@@ -114,7 +114,7 @@ def test_a_model_that_ddp_wraps_later_is_averaged_once(scaled):
             scaler.step(opt)  # in silence
             scaler.update()
             opt.zero_grad()
-        return opt.holdings.distribution.grads, [p.detach() for p in model.parameters()]
+        return opt.plan.distribution.grads, [p.detach() for p in model.parameters()]
 
     (grads, here), (_, there) = run_forked(2, job)
     assert grads == "reduced"

@@ -20,14 +20,14 @@ from samestep.checkpoint.formats import FORMATS, open_checkpoint, own_name
 from samestep.checkpoint.logical import MODEL, Pieces, empty_pieces, name_and_key
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, SaveRequest, Seen, facts_of, write
-from samestep.checkpoint.sources import Given, Names, Part, Source
+from samestep.checkpoint.sources import Names, Part, Source, SourceOptions
 from samestep.checkpoint.storage import INDEX, CheckpointError, claims_of
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.boxes import Box
 
 Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
 OF_FILES: tuple[Kind, ...] = ("dion", "nanochat")  # which are torch's but for what groups have
-READERS: dict[str, Callable[[Path, Given], Source]] = {
+READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
     "megatron": megatron.read,
     "deepspeed": deepspeed.read,
     "trainer": trainer.read,
@@ -117,7 +117,7 @@ def convert(
     path = Path(source)
     if isinstance(names, str | Path):
         names = naming.names_in(Path(names))
-    given = Given([Path(file) for file in optimizers], names, model, verify, only, step)
+    given = SourceOptions([Path(file) for file in optimizers], names, model, verify, only, step)
     with claims_of(path):
         found = kind or kind_of(path)
         read = _part(_read(path, found, given), only)
@@ -180,7 +180,7 @@ def kind_of(path: Path) -> Kind:
     )
 
 
-def _read(path: Path, kind: Kind, given: Given) -> Source:
+def _read(path: Path, kind: Kind, given: SourceOptions) -> Source:
     if kind in READERS:
         return READERS[kind](path, given)
     if path.is_file():

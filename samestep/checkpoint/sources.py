@@ -21,7 +21,7 @@ Values = Tensor | Callable[[], Tensor]  # those of a box, or what reads them
 Boxes = Iterable[tuple[Box, Values]]
 
 
-class Given(NamedTuple):
+class SourceOptions(NamedTuple):
     """What was said of a source beside its path."""
 
     optimizers: Sequence[Path] = ()

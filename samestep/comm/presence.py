@@ -45,7 +45,7 @@ def presence_elements(params: int, replicated: Sequence[ReplicatedAlong] = ()) -
     return params + sum(each.elements for each in replicated) + _CODES
 
 
-class Problem(NamedTuple):
+class RankFailure(NamedTuple):
     """Why a rank cannot take the step: its error, and the parameter it is about, if it is one.
 
     swapped: the names of parameters that were replaced here. Where they were on every rank there
@@ -121,17 +121,17 @@ def _problem_of(rank: int, about: str = "", call: "Call | None" = None) -> RankP
     return error
 
 
-def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Problem:
+def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> RankFailure:
     """That a parameter is not what it was when plans were made; `now`: what it is."""
     error = RuntimeError(
         f"parameter {name!r} {now}, on rank {group.members[group.rank]}: move and convert a model "
         "before its optimizer is built, or build that with deferred=True, which plans in the first "
         "step"
     )
-    return Problem(error, index)
+    return RankFailure(error, index)
 
 
-def _codes_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> tuple[int, int]:
+def _codes_of(problem: RankFailure | None, rank: int, names: Sequence[str] = ()) -> tuple[int, int]:
     """A problem as two numbers; of those of several ranks the largest are told.
 
     The first is 0 on a rank whose parameters were swapped, the second on one without a problem.
@@ -149,7 +149,9 @@ def _codes_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> 
     return 0, _SWAPPED | (rank + 1) << 32 | param
 
 
-def _refuse_swap(other: int, code: int, problem: Problem | None, names: Sequence[str] = ()) -> None:
+def _refuse_swap(
+    other: int, code: int, problem: RankFailure | None, names: Sequence[str] = ()
+) -> None:
     """If any rank has swapped parameters: raise `AllSwapped`, or what tells on which it is not so.
 
     other, code: the largest of all ranks.
@@ -173,11 +175,11 @@ def _refuse_swap(other: int, code: int, problem: Problem | None, names: Sequence
 
 
 def any_problem(
-    problem: Problem | None,
+    problem: RankFailure | None,
     group: RankGroup,
     device: torch.device | None = None,
     call: "Call | None" = None,
-) -> Problem | None:
+) -> RankFailure | None:
     """This rank's problem, or that another rank of the group has one; waits for them.
 
     call: what they are about to do; None: a step.
@@ -188,7 +190,7 @@ def any_problem(
     other, code = maximum(name, told, group).wait().tolist()
     _refuse_swap(other, code, problem)
     if problem is None and code:
-        return Problem(_problem_of((code >> 32) - 1, call=call))
+        return RankFailure(_problem_of((code >> 32) - 1, call=call))
     return problem
 
 
@@ -213,7 +215,7 @@ class JointCall(AbstractContextManager["JointCall"]):
         agree: Tells other ranks of a problem, or of none, and raises if any has one. Collective.
     """
 
-    def __init__(self, agree: Callable[[Problem | None], None]) -> None:
+    def __init__(self, agree: Callable[[RankFailure | None], None]) -> None:
         self._agree = agree
         self._agreed = False
 
@@ -232,14 +234,14 @@ class JointCall(AbstractContextManager["JointCall"]):
         self._agreed = True
         setattr(error, _TOLD, True)
         try:
-            self._agree(Problem(error))
+            self._agree(RankFailure(error))
         except Exception as raised:
             if raised is not error:
                 raise
 
 
 def agree_among(
-    groups: Sequence[RankGroup], call: Call, problem: Problem | None, device: torch.device
+    groups: Sequence[RankGroup], call: Call, problem: RankFailure | None, device: torch.device
 ) -> None:
     """Raise on every rank if any has a problem, where no plan has been agreed on yet.
 
@@ -318,7 +320,7 @@ class PresenceAgreement:
     def agree(
         self,
         here: Sequence[int],
-        problem: Problem | None,
+        problem: RankFailure | None,
         intent: Intent | None,
         flag: bool = False,
         whole: Callable[[int, int], bool] | None = None,
@@ -375,7 +377,7 @@ class PresenceAgreement:
         flags = self._votes.bool().unbind()
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
 
-    def meet(self, call: Call, problem: Problem | None) -> None:
+    def meet(self, call: Call, problem: RankFailure | None) -> None:
         """Raise on every rank if any has a problem, or is in another call; a GPU is waited for.
 
         Ranks that take a step meanwhile are met: as many numbers travel.

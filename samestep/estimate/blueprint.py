@@ -49,7 +49,7 @@ from samestep.shards.registry import KINDS, kind_of, require_kind
 from samestep.shards.replicated.buffers import gradient_dtype
 from samestep.shards.replicated.local_tensors import REPLICATED, SUMMAND
 from samestep.shards.replicated.planned import plan_copies
-from samestep.shards.windows import Unit, Windows
+from samestep.shards.windows import OffloadUnit, Windows
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
@@ -105,7 +105,7 @@ class Blueprint:
 
     @property
     def distribution(self) -> Distribution:
-        return self.optimizer.holdings.distribution
+        return self.optimizer.plan.distribution
 
     @property
     def stages(self) -> Peers | None:
@@ -148,11 +148,11 @@ class Blueprint:
         return LocalParameters.shape._replace(windows=self.local_windows.sizes(1))
 
     @cached_property
-    def local_units(self) -> list[Unit]:
+    def local_units(self) -> list[OffloadUnit]:
         """Of one process: what it updates, with its state."""
         found = []
         for index, group in enumerate(self.groups):
-            known = KnownGroup(group, index, self.optimizer.state, self.optimizer.holdings.blocks)
+            known = KnownGroup(group, index, self.optimizer.state, self.optimizer.plan.blocks)
             for unit in known.units():
                 param, block = unit.about.param, unit.about.block
                 about = Updated(index, param, unit.elements, block, StoredTensors())
@@ -262,11 +262,11 @@ class _Request:
     def beside(self) -> Distribution:
         """Of what is averaged here."""
         others = self.meshes.keys() - self.copies.keys()
-        distribution = self.optimizer.holdings.distribution
+        distribution = self.optimizer.plan.distribution
         return distribution.beside_dtensors() if others else distribution
 
     def members(self, indices: Sequence[int], only: Callable[[Tensor], bool]) -> PlanMembers:
-        holds = self.optimizer.holdings
+        holds = self.optimizer.plan
         return holds.planner.members(self.optimizer.param_groups, indices, holds.blocks, only)
 
     def links(self, peers: Peers) -> Fabric:
@@ -321,7 +321,7 @@ def _whole(asked: _Request) -> Iterator[Placed]:
 def _parts(asked: _Request) -> Iterator[Placed]:
     """DTensors: one placement for each mesh."""
     grid, lie, groups = asked.grid, asked.lie, asked.optimizer.param_groups
-    distribution = asked.optimizer.holdings.distribution
+    distribution = asked.optimizer.plan.distribution
     held_as = cache(partial(_held, grid))  # layers are alike
     for mesh in asked.meshes:
         there = {param for param, over in lie.items() if over.mesh == mesh}

@@ -201,7 +201,7 @@ def _run_rules(
         most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for param, shape in members:
-            master = needs_master(param, blueprint.optimizer.holdings.masters)
+            master = needs_master(param, blueprint.optimizer.plan.masters)
             if not on_cpu and len(shape) == 2:
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1

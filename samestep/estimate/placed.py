@@ -28,7 +28,7 @@ from samestep.shards.dtensor.planned import plan_chunks
 from samestep.shards.dtensor.planned import shape_of as shape_of_blocks
 from samestep.shards.replicated.buffers import gradient_dtype
 from samestep.shards.replicated.planned import ReplicatedPlan
-from samestep.shards.windows import Unit, Windows
+from samestep.shards.windows import OffloadUnit, Windows
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -314,7 +314,7 @@ def with_windows(own: OnRank, groups: Groups) -> PlacementShape:
 
 def windows_of(own: OnRank, groups: Groups) -> Windows:
     """The windows of every bucket and chunk, as the placements of optimizers cut them."""
-    units: dict[tuple[Stage, int], list[Unit]] = {}
+    units: dict[tuple[Stage, int], list[OffloadUnit]] = {}
     for number in range(len(own.shape.bucket_sizes)):
         units["update", number] = [_unit(each, groups) for each in own.updates(number)]
     for number in range(own.shape.chunks):
@@ -322,16 +322,16 @@ def windows_of(own: OnRank, groups: Groups) -> Windows:
     return Windows(units)
 
 
-def _unit(updated: Updated, groups: Groups) -> Unit:
+def _unit(updated: Updated, groups: Groups) -> OffloadUnit:
     group, stored, block = groups[updated.group], updated.stored, updated.block
     if block is None:
         shapes = state_shapes(rule_of(group), (updated.elements,), group, stored)
     else:
         shapes = block_state_shapes(rule_of(group), block, group, stored)
-    return Unit(updated, _state(shapes, stored), updated.elements, may_be_cut=block is None)
+    return OffloadUnit(updated, _state(shapes, stored), updated.elements, may_be_cut=block is None)
 
 
-def _of_chunk(own: OnRank, number: int, groups: Groups) -> Iterator[Unit]:
+def _of_chunk(own: OnRank, number: int, groups: Groups) -> Iterator[OffloadUnit]:
     """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
     assert own.spreading is not None
     for planned in own.spreading.chunks[number].blocks:
@@ -342,7 +342,7 @@ def _of_chunk(own: OnRank, number: int, groups: Groups) -> Iterator[Unit]:
             key: (prod(shapes[key]) if how.per is None else held // how.per,)
             for key, how in spec.stored.items()
         }
-        yield Unit(planned.key, _state(sizes, spec.stored), elements=1)
+        yield OffloadUnit(planned.key, _state(sizes, spec.stored), elements=1)
 
 
 def _state(shapes: Mapping[str, Shape], stored: StoredTensors) -> State:

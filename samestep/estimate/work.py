@@ -195,7 +195,7 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
     """Of one process that has everything."""
     costs: list[Cost] = []
     for param in (param for group in blueprint.groups for param in group["params"]):
-        blocks, width = blueprint.optimizer.holdings.blocks[param], param.dtype.itemsize
+        blocks, width = blueprint.optimizer.plan.blocks[param], param.dtype.itemsize
         if blocks is None:
             costs.append(piece_cost(None, param.numel(), width, hardware))
         for block in blocks or ():

@@ -54,7 +54,7 @@ AGAIN = 32  # programs per block that look whether a direction is to be written 
 STRIP, LONG = 16, 256  # rows and columns that are looked at together, where rows are summed
 
 
-class Lie(NamedTuple):
+class MatrixStrides(NamedTuple):
     """Where rows and columns of a matrix lie, in elements; rows in groups of `group`."""
 
     group: int
@@ -63,11 +63,11 @@ class Lie(NamedTuple):
     col_stride: int
 
 
-def lie_of(view: Tensor) -> Lie:
+def strides_of(view: Tensor) -> MatrixStrides:
     """Of (rows, cols), or (groups, rows of a group, cols)."""
     if view.ndim == 2:
-        return Lie(view.shape[0], 0, *view.stride())
-    return Lie(view.shape[1], *view.stride())
+        return MatrixStrides(view.shape[0], 0, *view.stride())
+    return MatrixStrides(view.shape[1], *view.stride())
 
 
 class MuonBlocks:
@@ -81,7 +81,7 @@ class MuonBlocks:
         params: Sequence[Tensor],
         states: Sequence[State],
         rows: int | None = None,  # None: as many as the first dim has
-        lie: Lie | None = None,
+        lie: MatrixStrides | None = None,
         origins: Sequence[Origin] | None = None,  # where momenta are rounded at random
     ) -> None:
         self.count = len(params)
@@ -516,7 +516,7 @@ def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, in
 def _lying(blocks: MuonBlocks | GivenBlocks) -> dict[str, int]:
     """Where elements of a block lie, for kernels that read or write them there."""
     lie = blocks.lie if isinstance(blocks, MuonBlocks) else None
-    return {**(lie or Lie(1, 0, 0, 0))._asdict(), "LAID": lie is not None}
+    return {**(lie or MatrixStrides(1, 0, 0, 0))._asdict(), "LAID": lie is not None}
 
 
 def _squares(directions: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.collectives import CollectiveError
-from samestep.comm.presence import AllSwapped, Problem, RankProblemError, any_problem
+from samestep.comm.presence import AllSwapped, RankFailure, RankProblemError, any_problem
 from samestep.groups.group_checks import UnknownParameterError
 from samestep.groups.mistakes import (
     TrainingWatch,
@@ -24,7 +24,7 @@ from samestep.groups.mistakes import (
 )
 from samestep.groups.param_groups import Group, members
 from samestep.layout.fused_rows import without_wrappers
-from samestep.optimizer.holdings import Holdings, States, groups_before
+from samestep.optimizer.optimizer_plan import OptimizerPlan, States, groups_before
 from samestep.optimizer.step import StepRunner
 from samestep.tooling.warn import some
 
@@ -38,60 +38,60 @@ class Adoption:
 
     def __init__(
         self,
-        holdings: Holdings,
+        plan: OptimizerPlan,
         runner: StepRunner,
         model: nn.Module | None,
         default_rule: str | None,
     ) -> None:
-        self._holds, self._runner, self._default_rule = holdings, runner, default_rule
+        self._plan, self._runner, self._default_rule = plan, runner, default_rule
         self.watch = TrainingWatch(model)
-        holdings.beside = self.watch.tensors_of_model
+        plan.beside = self.watch.tensors_of_model
 
-    def problem(self, groups: Sequence[Group], state: States) -> Problem | None:
+    def problem(self, groups: Sequence[Group], state: States) -> RankFailure | None:
         """What keeps this rank from a step: an error here, or something to tell all ranks."""
         try:
             self._check(groups, state)
         except (CollectiveError, RankProblemError):
             raise  # which all ranks have heard of
         except Exception as error:
-            if self._holds.ranks is None and self._holds.stages is None:
+            if self._plan.ranks is None and self._plan.stages is None:
                 raise
-            return Problem(error)
+            return RankFailure(error)
         return None
 
     def _check(self, groups: Sequence[Group], state: States) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
-        holds = self._holds
-        if holds.expects_no_group and has_process_group():
+        plan = self._plan
+        if plan.expects_no_group and has_process_group():
             refuse_late_group()
-            holds.expects_no_group = False  # a group of this process alone
-        holds.check_list(groups)
+            plan.expects_no_group = False  # a group of this process alone
+        plan.check_list(groups)
         watch = self.watch
         watch.steps += 1
         if watch.steps == watch.next_look:
             watch.look_at_model(groups, self._default_rule)
-            shared_memory = holds.shared_memory(groups)
+            shared_memory = plan.shared_memory(groups)
             if shared_memory is not None:
                 raise RuntimeError(shared_memory)
             if watch.steps == 1:
-                holds.refuse_unnamed_stages(groups)  # which may be younger than the optimizer
-                overlaps = holds.distribution.overlap_grad_reduce
-                if overlaps and any(shared.reducer.unannounced for shared in holds.shared):
+                plan.refuse_unnamed_stages(groups)  # which may be younger than the optimizer
+                overlaps = plan.distribution.overlap_grad_reduce
+                if overlaps and any(shared.reducer.unannounced for shared in plan.shared):
                     warn_of_reductions_in_step()
-            if watch.steps == 1 and holds.distribution.grads == "local":
-                for shared in holds.shared:
+            if watch.steps == 1 and plan.distribution.grads == "local":
+                for shared in plan.shared:
                     names = (spec.name for spec in shared.plan.params)
                     if warn_of_ddp(zip(names, shared.params, strict=True)):
                         shared.expect_edits()
         for index, group in enumerate(groups):
             try:
-                holds.checks.check(index, group)
+                plan.checks.check(index, group)
             except UnknownParameterError:
                 if not self.adopted(groups, state):
                     raise
-                holds.checks.check(index, group)
-        if holds.ranks is None:
-            holds.local.look_at(groups, state)
+                plan.checks.check(index, group)
+        if plan.ranks is None:
+            plan.local.look_at(groups, state)
 
     @torch.no_grad()
     def adopted(self, groups: Sequence[Group], state: States) -> bool:
@@ -99,21 +99,21 @@ class Adoption:
 
         Plans and state are made anew, and state that is not zero is brought over. Collective.
         """
-        holds = self._holds
-        if holds.is_deferred:
-            holds.settle(groups, state)
+        plan = self._plan
+        if plan.is_deferred:
+            plan.settle(groups, state)
             return True
-        swapped = holds.checks.swapped(groups)
+        swapped = plan.checks.swapped(groups)
         if swapped is None:
             return False
-        if holds.distribution.overlap_param_gather:
+        if plan.distribution.overlap_param_gather:
             raise RuntimeError(
                 "parameters of the optimizer were replaced, and modules wait for those that it was "
                 "built with (overlap_param_gather): build the optimizer after wrapping the model"
             )
-        holds.refuse_lost_gradients()
+        plan.refuse_lost_gradients()
         self._hear_of_swap(swapped, groups, state)
-        holds.follow(swapped, groups, state)
+        plan.follow(swapped, groups, state)
         self._runner.forget_plans()
         return True
 
@@ -125,11 +125,11 @@ class Adoption:
         Told as a problem of a step with those before: ranks without a swap are in such a step, or
         come to one.
         """
-        if not self._holds.placed:
+        if not self._plan.placed:
             return
         before = groups_before(swapped, groups)
         names = tuple(name for _, name, param in members(before) if swapped[param] is not param)
-        problem = Problem(RuntimeError(f"{names[0]!r} was replaced"), swapped=names)
+        problem = RankFailure(RuntimeError(f"{names[0]!r} was replaced"), swapped=names)
         with suppress(AllSwapped):
             self._runner.run(before, state, problem)
 
@@ -138,26 +138,26 @@ class Adoption:
 
         Gives whether plans were made anew. On an error of any rank nothing has changed. Collective.
         """
-        holds = self._holds
+        plan = self._plan
         own = [group["params"] for group in groups]
         problem = None
         try:
             for group, params in zip(groups, params_by_name(groups, model), strict=True):
                 group["params"] = params
-            if holds.checks.swapped(groups) is not None:
-                holds.refuse_lost_gradients()
+            if plan.checks.swapped(groups) is not None:
+                plan.refuse_lost_gradients()
         except (RuntimeError, ValueError) as error:
-            problem = Problem(error)
-        if holds.ranks is not None and not holds.is_deferred:
+            problem = RankFailure(error)
+        if plan.ranks is not None and not plan.is_deferred:
             device = next((param.device for param in model.parameters()), None)
-            problem = any_problem(problem, holds.ranks, device)
+            problem = any_problem(problem, plan.ranks, device)
         if problem is not None:
             for group, params in zip(groups, own, strict=True):
                 group["params"] = params
             raise problem.error
-        follows = not holds.is_deferred and self.adopted(groups, state)
+        follows = not plan.is_deferred and self.adopted(groups, state)
         self.watch = TrainingWatch(model)
-        holds.beside = self.watch.tensors_of_model
+        plan.beside = self.watch.tensors_of_model
         return follows
 
 

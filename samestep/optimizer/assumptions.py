@@ -17,7 +17,7 @@ from torch import Tensor, bfloat16, float16
 from samestep.comm.groups import ranks_text
 from samestep.groups.param_groups import members
 from samestep.layout.fused_rows import rows_in
-from samestep.optimizer.holdings import Holdings
+from samestep.optimizer.optimizer_plan import OptimizerPlan
 from samestep.rules.stored import REMAINDER
 from samestep.shards.registry import kind_of
 from samestep.shards.replicated.buffers import gradient_dtype
@@ -26,17 +26,17 @@ from samestep.tooling.warn import some
 WIDTH = 100
 
 
-class Facts(NamedTuple):
+class ModelFacts(NamedTuple):
     """What an optimizer knows of its run; entries of the register read nothing else."""
 
     kind: str  # name of its class
-    holds: Holdings
+    plan: OptimizerPlan
     groups: Sequence[Mapping[str, Any]]
     max_grad_norm: float | None
     state_lines: Sequence[str]  # how state is kept, and where; none as usual
 
 
-Here = Callable[[Facts], str | None]
+Here = Callable[[ModelFacts], str | None]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Assumption:
         return function
 
 
-def explain(facts: Facts) -> str:
+def explain(facts: ModelFacts) -> str:
     """The register for one optimizer, as text."""
-    where = "one process" if facts.holds.ranks is None else ranks_text(facts.holds.ranks.members)
+    where = "one process" if facts.plan.ranks is None else ranks_text(facts.plan.ranks.members)
     lines = [f"What {facts.kind} takes for granted ({where})", ""]
     told = [(entry, here) for entry in REGISTER if (here := entry.here(facts)) is not None]
     for entry, here in told:
@@ -105,37 +105,37 @@ def _many(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _plain_params(facts: Facts) -> str:
+def _plain_params(facts: ModelFacts) -> str:
     """Those of which this optimizer shares copies: DTensors too, where others have the same."""
-    plain = sum(len(plan.params) for plan in facts.holds.shared if plan.mesh is None)
-    parts = sum(len(plan.params) for plan in facts.holds.shared if plan.mesh is not None)
+    plain = sum(len(plan.params) for plan in facts.plan.shared if plan.mesh is None)
+    parts = sum(len(plan.params) for plan in facts.plan.shared if plan.mesh is not None)
     kinds = {"plain parameter": plain, "DTensor": parts}
     return " and ".join(_many(count, noun) for noun, count in kinds.items() if count)
 
 
-def _averages_here(facts: Facts) -> bool:
-    return bool(facts.holds.shared) and facts.holds.distribution.grads == "local"
+def _averages_here(facts: ModelFacts) -> bool:
+    return bool(facts.plan.shared) and facts.plan.distribution.grads == "local"
 
 
-def _who_averages(facts: Facts) -> str | None:
+def _who_averages(facts: ModelFacts) -> str | None:
     """Of every parameter: who averages the gradients of its copies."""
     found = []
-    for plan in facts.holds.shared:
+    for plan in facts.plan.shared:
         what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
         if plan.mesh is not None:
             parts = ranks_text(plan.mesh.layout.group.members)
             what = f"{_many(len(plan.params), 'DTensor')} on {parts}, of which others have copies,"
-        if facts.holds.distribution.grads == "reduced":
+        if facts.plan.distribution.grads == "reduced":
             found.append(f'{what} on {ranks} averaged by somebody else (grads="reduced", or DDP)')
             continue
         outside = (
             ""
-            if facts.holds.outer is None
-            else f", then over {ranks_text(facts.holds.outer.members)}"
+            if facts.plan.outer is None
+            else f", then over {ranks_text(facts.plan.outer.members)}"
         )
         found.append(f"{what} averaged by samestep over {ranks}{outside}")
     by_fsdp = _managed_by_fsdp(facts)
-    for sharded in facts.holds.sharded:
+    for sharded in facts.plan.sharded:
         names = sharded.layout.mesh.mesh_dim_names
         axes = f" (mesh axes {', '.join(names)})" if names else ""
         where = f"on {ranks_text(sharded.group.members)}{axes}"
@@ -148,8 +148,8 @@ def _who_averages(facts: Facts) -> str | None:
                 f"{_many(others, 'DTensor')} {where} combined by the layers that hold them, such "
                 "as those of tensor parallel"
             )
-    known = (*facts.holds.shared, *facts.holds.sharded)
-    for placed in facts.holds.placed:
+    known = (*facts.plan.shared, *facts.plan.sharded)
+    for placed in facts.plan.placed:
         if placed not in known:  # a kind of which nothing else is told here
             kind, by = kind_of(placed.params[0]), placed.averaged_by(placed.params[0])
             what = f"{_many(len(placed.params), 'parameter')} of the kind {kind.name!r}"
@@ -157,106 +157,106 @@ def _who_averages(facts: Facts) -> str | None:
     return "; ".join(found) or None
 
 
-def _among_ranks(facts: Facts) -> str | None:
-    if not facts.holds.shared:
+def _among_ranks(facts: ModelFacts) -> str | None:
+    if not facts.plan.shared:
         return None
-    groups = dict.fromkeys(plan.group.members for plan in facts.holds.shared)
+    groups = dict.fromkeys(plan.group.members for plan in facts.plan.shared)
     return f"{_plain_params(facts)} on " + "; ".join(map(ranks_text, groups))
 
 
-def _plans(facts: Facts) -> str | None:
-    count = len(facts.holds.placed)
+def _plans(facts: ModelFacts) -> str | None:
+    count = len(facts.plan.placed)
     return _many(count, "plan") if count else None
 
 
-def _dtensors(facts: Facts) -> str | None:
+def _dtensors(facts: ModelFacts) -> str | None:
     return (
-        _many(sum(len(s.params) for s in facts.holds.sharded), "DTensor")
-        if facts.holds.sharded
+        _many(sum(len(s.params) for s in facts.plan.sharded), "DTensor")
+        if facts.plan.sharded
         else None
     )
 
 
-def _dtensors_with_copies(facts: Facts) -> str | None:
-    count = sum(len(plan.params) for plan in facts.holds.shared if plan.mesh is not None)
+def _dtensors_with_copies(facts: ModelFacts) -> str | None:
+    count = sum(len(plan.params) for plan in facts.plan.shared if plan.mesh is not None)
     return _many(count, "DTensor") if count else None
 
 
-def _compared_copies(facts: Facts) -> str | None:
-    count = sum(plan.compares_copies for plan in facts.holds.placed)
+def _compared_copies(facts: ModelFacts) -> str | None:
+    count = sum(plan.compares_copies for plan in facts.plan.placed)
     return _many(count, "plan") if count else None
 
 
-def _outside_of_meshes(facts: Facts) -> str | None:
+def _outside_of_meshes(facts: ModelFacts) -> str | None:
     """DTensors on meshes that leave out some of the ranks."""
-    if facts.holds.ranks is None:
+    if facts.plan.ranks is None:
         return None
     found = [
         f"{some([spec.name for spec in sharded.specs], 4)} on {ranks_text(sharded.group.members)}"
-        for sharded in facts.holds.sharded
-        if not set(facts.holds.ranks.members) <= set(sharded.group.members)
+        for sharded in facts.plan.sharded
+        if not set(facts.plan.ranks.members) <= set(sharded.group.members)
     ]
     return "; ".join(found) or None
 
 
-def _groups(facts: Facts) -> str | None:
+def _groups(facts: ModelFacts) -> str | None:
     return _many(len(facts.groups), "group")
 
 
-def _reduced_gradients(facts: Facts) -> str | None:
-    if not facts.holds.shared or facts.holds.distribution.grads == "local":
+def _reduced_gradients(facts: ModelFacts) -> str | None:
+    if not facts.plan.shared or facts.plan.distribution.grads == "local":
         return None
     return _plain_params(facts)
 
 
-def _overlapped(facts: Facts) -> str | None:
-    if not (_averages_here(facts) and facts.holds.distribution.overlap_grad_reduce):
+def _overlapped(facts: ModelFacts) -> str | None:
+    if not (_averages_here(facts) and facts.plan.distribution.overlap_grad_reduce):
         return None
     return f"{_plain_params(facts)}, reduced inside backward (overlap_grad_reduce)"
 
 
-def _on_their_way(facts: Facts) -> str | None:
-    if not (facts.holds.shared and facts.holds.distribution.overlap_param_gather):
+def _on_their_way(facts: ModelFacts) -> str | None:
+    if not (facts.plan.shared and facts.plan.distribution.overlap_param_gather):
         return None
     return f"{_plain_params(facts)}, still on their way after the step (overlap_param_gather)"
 
 
-def _narrow_sums(facts: Facts) -> str | None:
+def _narrow_sums(facts: ModelFacts) -> str | None:
     """Gradients that travel in float16."""
     if not _averages_here(facts):
         return None
-    asked = facts.holds.distribution.reduce_dtype
-    params = [param for plan in facts.holds.shared for param in plan.params]
+    asked = facts.plan.distribution.reduce_dtype
+    params = [param for plan in facts.plan.shared for param in plan.params]
     narrow = sum((asked or gradient_dtype(param)) == float16 for param in params)
     return f"{_many(narrow, 'gradient')} of float16" if narrow else None
 
 
-def _equal_weight(facts: Facts) -> str | None:
+def _equal_weight(facts: ModelFacts) -> str | None:
     if not _averages_here(facts):
         return None
     return "ranks with fewer tokens count as much as others"
 
 
-def _finite(facts: Facts) -> str | None:
+def _finite(facts: ModelFacts) -> str | None:
     if facts.max_grad_norm is None:
         return None
     return f"max_grad_norm={facts.max_grad_norm:g} skips the step on all ranks if they are not"
 
 
-def _clipped_among_ranks(facts: Facts) -> str | None:
-    if facts.max_grad_norm is None or not facts.holds.placed:
+def _clipped_among_ranks(facts: ModelFacts) -> str | None:
+    if facts.max_grad_norm is None or not facts.plan.placed:
         return None
-    stages = facts.holds.stages
+    stages = facts.plan.stages
     beyond = "" if stages is None else f", and over the stages of {ranks_text(stages.members)}"
     return f"max_grad_norm={facts.max_grad_norm:g} over {_among_placed(facts)}{beyond}"
 
 
-def _among_placed(facts: Facts) -> str:
-    groups = dict.fromkeys(placed.group.members for placed in facts.holds.placed)
+def _among_placed(facts: ModelFacts) -> str:
+    groups = dict.fromkeys(placed.group.members for placed in facts.plan.placed)
     return "; ".join(map(ranks_text, groups))
 
 
-def _finite_unasked(facts: Facts) -> str | None:
+def _finite_unasked(facts: ModelFacts) -> str | None:
     if facts.max_grad_norm is not None:
         return None
     # Gradients that are averaged elsewhere never pass the check of each rank's own.
@@ -268,13 +268,13 @@ def _finite_unasked(facts: Facts) -> str | None:
     )
 
 
-def _other_ranks(facts: Facts) -> str | None:
-    if facts.holds.ranks is None:
+def _other_ranks(facts: ModelFacts) -> str | None:
+    if facts.plan.ranks is None:
         return None
-    return f"parameters, options and state on {ranks_text(facts.holds.ranks.members)}"
+    return f"parameters, options and state on {ranks_text(facts.plan.ranks.members)}"
 
 
-def _fused_and_cut(facts: Facts) -> str | None:
+def _fused_and_cut(facts: ModelFacts) -> str | None:
     """Weights of several blocks whose rows are cut by more than FSDP2."""
     by_fsdp = _managed_by_fsdp(facts)
     found = [
@@ -288,13 +288,13 @@ def _fused_and_cut(facts: Facts) -> str | None:
     return some(found, 4) if found else None
 
 
-def _managed_by_fsdp(facts: Facts) -> set[int]:
+def _managed_by_fsdp(facts: ModelFacts) -> set[int]:
     """The DTensors that FSDP2 manages, by id."""
-    if not facts.holds.sharded:
+    if not facts.plan.sharded:
         return set()
     from samestep.shards.dtensor.fsdp_units import managed_beside  # DTensors take long to import
 
-    params = [param for sharded in facts.holds.sharded for param in sharded.params]
+    params = [param for sharded in facts.plan.sharded for param in sharded.params]
     return set(map(id, managed_beside(params)))
 
 
@@ -304,28 +304,28 @@ def _row_cuts(param: Tensor) -> int:
     return sum(getattr(placement, "dim", None) == 0 for placement in placements)
 
 
-def _alone(facts: Facts) -> str | None:
+def _alone(facts: ModelFacts) -> str | None:
     """Of an optimizer that knows of this process only, and has gradients to average."""
     if (
-        facts.holds.ranks is not None
-        or facts.holds.sharded
-        or facts.holds.distribution.grads == "reduced"
+        facts.plan.ranks is not None
+        or facts.plan.sharded
+        or facts.plan.distribution.grads == "reduced"
     ):
         return None
     return "this process trains alone"
 
 
-def _all_params(facts: Facts) -> str | None:
+def _all_params(facts: ModelFacts) -> str | None:
     return _many(sum(len(group["params"]) for group in facts.groups), "parameter")
 
 
-def _narrow(facts: Facts) -> str | None:
+def _narrow(facts: ModelFacts) -> str | None:
     params = [param for group in facts.groups for param in group["params"]]
     narrow = [param for param in params if param.dtype.itemsize < 4]
     return f"{len(narrow)} of {_many(len(params), 'parameter')} are narrower" if narrow else None
 
 
-def _remainders(facts: Facts) -> str | None:
+def _remainders(facts: ModelFacts) -> str | None:
     """Parameters that are the upper halves of their own master copies."""
     kept = [
         param
@@ -342,14 +342,14 @@ def _remainders(facts: Facts) -> str | None:
     )
 
 
-def _local(facts: Facts) -> str | None:
+def _local(facts: ModelFacts) -> str | None:
     if not _averages_here(facts):
         return None
     return f"{_plain_params(facts)} with gradients of each rank's own data"
 
 
-def _edited(facts: Facts) -> str | None:
-    return None if facts.holds.distribution.overlap_grad_reduce else _local(facts)
+def _edited(facts: ModelFacts) -> str | None:
+    return None if facts.plan.distribution.overlap_grad_reduce else _local(facts)
 
 
 # --- the register --------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ REGISTER: tuple[Assumption, ...] = (
         "No element of memory belongs to two parameters; views beside each other in one buffer do "
         "not share any.",
         _all_params,
-        "samestep.optimizer.holdings:Holdings.shared_memory",
+        "samestep.optimizer.optimizer_plan:OptimizerPlan.shared_memory",
         "at construction",
         "negligible time on the CPU, again before steps 1, 2, 4, 8, ...; where some lie in between "
         "each other, as columns of one matrix, a map of their bytes is made",
@@ -504,7 +504,7 @@ REGISTER: tuple[Assumption, ...] = (
         "The norm that clips is of all parameters of the model: other ranks have copies, other "
         "parts, or stages that are named (stage_group=).",
         _clipped_among_ranks,
-        "samestep.optimizer.holdings:Holdings.refuse_norm_of_a_part",
+        "samestep.optimizer.optimizer_plan:OptimizerPlan.refuse_norm_of_a_part",
         "at construction",
         "nothing where process_group or a mesh has all ranks, else 32 bytes from every rank",
     ),

@@ -37,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step with unscaled gradients; if any rank's are not finite, no rank changes anything."""
         if isinstance(optimizer, RuleOptimizer) and self.is_enabled():
-            optimizer.holdings.refuse_norm_of_a_part("the scale of a GradScaler")
+            optimizer.plan.refuse_norm_of_a_part("the scale of a GradScaler")
         if not _unscales_in_step(optimizer) or not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         assert isinstance(optimizer, RuleOptimizer)

@@ -325,7 +325,7 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
 def _in_formats(
     entry: Mapping[str, Any], stored: StoredTensors, shapes: Mapping[str, Shape]
 ) -> Mapping[str, Any]:
-    """A saved entry as state is kept here; of DTensors each rank converts what it holds."""
+    """A saved entry as state is kept here; of DTensors each rank converts what it plan."""
     tensors = {key: torch.as_tensor(value) for key, value in entry.items()}
     local = {key: local_of(tensor) for key, tensor in tensors.items()}
     made = as_stored(local, stored, shapes)

@@ -38,8 +38,8 @@ from samestep.layout.boxes import HeldState, mesh_of
 from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
 from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.holdings import Holdings, joint_call
 from samestep.optimizer.loading import PART, StateDict, with_plain_options
+from samestep.optimizer.optimizer_plan import OptimizerPlan, joint_call
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
 from samestep.rules import checks
@@ -62,7 +62,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
     `order_of_use` are parameters in the order in which forward uses them, where that is known.
-    `holdings` has what was decided for its groups: ranks, blocks, plans and placements.
+    `plan` has what was decided for its groups: ranks, blocks, plans and placements.
     """
 
     _construction: JointCall | None = None  # while it is built with other ranks
@@ -84,7 +84,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._clipped = False  # by hand, since the last step
         self._rule_options = rule_options
         self._in_flight = ParametersInFlight()
-        self.holdings = Holdings(
+        self.plan = OptimizerPlan(
             distribution, steps, self._in_flight, order_of_use, owner=type(self).__name__
         )
         model = params if isinstance(params, nn.Module) else model
@@ -100,29 +100,29 @@ class RuleOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
-        if not self.holdings.is_deferred:
+        if not self.plan.is_deferred:
             if self._construction is not None:
                 self._construction.ready()
-            self.holdings.share(range(len(self.param_groups)), self.param_groups, self.state)
+            self.plan.share(range(len(self.param_groups)), self.param_groups, self.state)
         self._constructed = True
-        self.holdings.refuse_cuda_graph()
+        self.plan.refuse_cuda_graph()
         if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
 
     def _compose(
         self, model: nn.Module | None, default_rule: str | None, *, as_built: bool = True
     ) -> None:
-        """What works on the holdings: the step, who follows parameters, and who saves state."""
-        self._runner = StepRunner(self.holdings, self._steps)
-        self._adoption = Adoption(self.holdings, self._runner, model, default_rule)
-        self._saved = SavedState(self.holdings, as_built=as_built)
+        """What works on the plan: the step, who follows parameters, and who saves state."""
+        self._runner = StepRunner(self.plan, self._steps)
+        self._adoption = Adoption(self.plan, self._runner, model, default_rule)
+        self._saved = SavedState(self.plan, as_built=as_built)
 
     def _adopt_swapped(self, *, to_save: bool = False) -> None:
         """Take in parameters that a wrapper has put in the places of others. Collective.
 
         Before state is looked at or changed: it is at home then.
         """
-        self.holdings.check_list(self.param_groups, to_save=to_save)
+        self.plan.check_list(self.param_groups, to_save=to_save)
         self._runner.bring_state_home()
         if self._adoption.adopted(self.param_groups, self.state):
             self._saved.drop()
@@ -142,13 +142,13 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
-        if not self._constructed or self.holdings.is_deferred:
+        if not self._constructed or self.plan.is_deferred:
             self._add_group(param_group, lambda: None)
             return
         name = "add_param_group()"
         call = self._runner.together(name)
         if isinstance(param_group, dict) and param_group.get("process_group") is not None:
-            call = joint_call(name, [param_group], vars(self.holdings.distribution))  # of its ranks
+            call = joint_call(name, [param_group], vars(self.plan.distribution))  # of its ranks
         with call:
             self._add_group(param_group, call.ready)
 
@@ -168,8 +168,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         group["params"] = without_repeated(group, self.param_groups)
         index = len(self.param_groups)
         self._saved.drop()
-        holds = self.holdings
-        reduction = holds.planner.own_reduction(index, group)
+        plan = self.plan
+        reduction = plan.planner.own_reduction(index, group)
         super().add_param_group(group)
         wait_for_anyone(group["params"])
         for key in self.defaults:
@@ -182,29 +182,29 @@ class RuleOptimizer(torch.optim.Optimizer):
                 group,
                 compiled=bool(self._steps.compile),
                 ranks=self._rank_count,
-                masters=holds.masters,
+                masters=plan.masters,
             )
-            holds.plan(index, group)
-            holds.group_count = index + 1
+            plan.plan_group(index, group)
+            plan.group_count = index + 1
             if reduction is not None:
-                holds.reductions[index] = reduction
-            if self._constructed and not holds.is_deferred:  # those of the constructor go together
+                plan.reductions[index] = reduction
+            if self._constructed and not plan.is_deferred:  # those of the constructor go together
                 ready()
-                holds.share([index], self.param_groups, self.state)
+                plan.share([index], self.param_groups, self.state)
                 if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
                 warn_of_fused_members([group])
         except Exception:
             self.param_groups.pop()
-            holds.group_count = index
-            holds.unplan(index, group["params"])
+            plan.group_count = index
+            plan.unplan(index, group["params"])
             raise
-        if holds.ranks is None and not holds.is_deferred:
-            holds.local.keep_state(plain(group), group, self.state)
+        if plan.ranks is None and not plan.is_deferred:
+            plan.local.keep_state(plain(group), group, self.state)
 
     @property
     def _rank_count(self) -> int:
-        return 1 if self.holdings.ranks is None else self.holdings.ranks.size
+        return 1 if self.plan.ranks is None else self.plan.ranks.size
 
     def state_dict(self) -> StateDict:
         """What torch's optimizers give: all of the state, in the shapes of one process.
@@ -214,9 +214,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         Not collective, so that whoever saves may call it on one rank; but where a wrapper has just
         swapped parameters, all ranks take them in together.
         """
-        if self.holdings.is_deferred:
+        if self.plan.is_deferred:
             # Nobody has any state, as with torch's before a first step.
-            self.holdings.check_list(self.param_groups, to_save=True)
+            self.plan.check_list(self.param_groups, to_save=True)
             return with_plain_options(super().state_dict())
         self._adopt_swapped(to_save=True)
         given = self._saved.given(self.param_groups, self.state)
@@ -247,27 +247,27 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Of one process it is "".
         """
-        return self.holdings.fingerprint()
+        return self.plan.fingerprint()
 
     @property
     def ranks(self) -> RankGroup | None:
         """The ranks that hold replicas; None in one process."""
-        return self.holdings.ranks
+        return self.plan.ranks
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:
         """Groups that, one after the other, reach every rank with other data; () in one process."""
-        return tuple(g for g in (self.holdings.ranks, self.holdings.outer) if g is not None)
+        return tuple(g for g in (self.plan.ranks, self.plan.outer) if g is not None)
 
     @property
     def shared_parameters(self) -> tuple[ReplicatedParameters, ...]:
         """What ranks hold whole, plan by plan; in one process nothing."""
-        return self.holdings.shared
+        return self.plan.shared
 
     @property
     def sharded_parameters(self) -> "tuple[ShardedParameters, ...]":
         """DTensors, mesh by mesh."""
-        return self.holdings.sharded
+        return self.plan.sharded
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load state without changing its dtype; on an error nothing has changed.
@@ -279,7 +279,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         torch_load = super().load_state_dict
         with self._runner.together("load_state_dict()") as call:
-            self.holdings.check_list(self.param_groups)
+            self.plan.check_list(self.param_groups)
             if not self._saved.needs_no_plans(state_dict):
                 self._adopt_swapped()
                 self.wait_for_parameters()
@@ -301,25 +301,25 @@ class RuleOptimizer(torch.optim.Optimizer):
         On several ranks also who averages its gradients and who updates it; how state is kept and
         where, if `state_dtypes` or `offload` was given. Not collective.
         """
-        holds = self.holdings
-        holds.check_list(self.param_groups)
-        if holds.is_deferred:  # parameters may have been swapped
+        plan = self.plan
+        plan.check_list(self.param_groups)
+        if plan.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
-        ranks = holds.who_works_on if holds.placed else None
+        ranks = plan.who_works_on if plan.placed else None
         return table(
             self.param_groups,
-            holds.blocks,
+            plan.blocks,
             self._reasons,
             ranks,
-            master_weights=holds.masters,
-            offload=holds.distribution.offload,
+            master_weights=plan.masters,
+            offload=plan.distribution.offload,
         )
 
     def _plan_blocks_anew(self) -> None:
-        self.holdings.forget()
+        self.plan.forget()
         self._runner.forget_plans()
         for index, group in enumerate(self.param_groups):
-            self.holdings.plan(index, group)
+            self.plan.plan_group(index, group)
 
     def explain(self) -> str:
         """What is taken for granted of other ranks and of whoever makes gradients, as text.
@@ -327,15 +327,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         With who averages what, which check holds each assumption and when it runs, what nobody
         checks, and how state is kept where that was chosen. Not collective.
         """
-        holds = self.holdings
+        plan = self.plan
         kept = state_lines(
             self.param_groups,
-            holds.blocks,
-            master_weights=holds.masters,
-            offload=holds.distribution.offload,
+            plan.blocks,
+            master_weights=plan.masters,
+            offload=plan.distribution.offload,
         )
         kind, limit = type(self).__name__, self._steps.max_grad_norm
-        facts = assumptions.Facts(kind, holds, self.param_groups, limit, kept)
+        facts = assumptions.ModelFacts(kind, plan, self.param_groups, limit, kept)
         return assumptions.explain(facts)
 
     # --- the step ----------------------------------------------------------------------------
@@ -397,9 +397,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _prepare_step(self) -> None:
         if not self.param_groups:
-            self.holdings.check_list(self.param_groups)
-        if self.holdings.is_deferred:
-            self.holdings.settle(self.param_groups, self.state)
+            self.plan.check_list(self.param_groups)
+        if self.plan.is_deferred:
+            self.plan.settle(self.param_groups, self.state)
         self.wait_for_parameters()
         self._runner.bring_state_home()
 
@@ -430,11 +430,11 @@ class RuleOptimizer(torch.optim.Optimizer):
     @property
     def averages_gradients(self) -> bool:
         """Whether gradients are averaged, or judged with those of other stages, in the step."""
-        holds = self.holdings
-        averages = holds.ranks is not None and holds.distribution.grads == "local"
-        if holds.is_deferred and averages_with_ddp(self.param_groups):  # as the first step will see
+        plan = self.plan
+        averages = plan.ranks is not None and plan.distribution.grads == "local"
+        if plan.is_deferred and averages_with_ddp(self.param_groups):  # as the first step will see
             averages = False
-        return averages or holds.stages is not None
+        return averages or plan.stages is not None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -476,7 +476,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         `synchronize()`), all ranks drop them, or the step raises on every rank. Not collective.
         """
         if not set_to_none:
-            for placement in self.holdings.placed:
+            for placement in self.plan.placed:
                 placement.drop_reduced()
         super().zero_grad(set_to_none)
 
@@ -494,7 +494,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._pause_reductions(False)
 
     def _pause_reductions(self, paused: bool) -> None:
-        for placement in self.holdings.placed:
+        for placement in self.plan.placed:
             placement.pause(paused)
 
     @torch.no_grad()
@@ -506,11 +506,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         Gradients are then gone from `.grad`. Without other ranks it does nothing.
         """
         # All plans stage by stage: their launches share one order.
-        for placement in self.holdings.placed:
+        for placement in self.plan.placed:
             placement.end_round()
-        for placement in self.holdings.placed:
+        for placement in self.plan.placed:
             placement.launch_all()
-        for placement in self.holdings.placed:
+        for placement in self.plan.placed:
             placement.keep_sums()
 
     # --- whole values ------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _values(self) -> FullValues:
         self._adopt_swapped()
         self.wait_for_parameters()
-        return FullValues(self.param_groups, self.state, self.holdings.placements)
+        return FullValues(self.param_groups, self.state, self.plan.placements)
 
     def _values_of(
         self,
@@ -536,7 +536,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """The values, once all ranks that hold a parameter ask for the same of it."""
         values = self._values()
         param = values.by_name().get(name)
-        holders = self.holdings.placed[:1] if param is None else [values.holder(param)]
+        holders = self.plan.placed[:1] if param is None else [values.holder(param)]
         with self._runner.together(f"{call}({name!r})", holders) as joint:
             values.check(name, key, what, value)
             joint.ready()
@@ -551,8 +551,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         small models, not for saving large ones.
         """
         values = self._values()
-        if self.holdings.ranks is None:
-            self.holdings.local.make_missing_state(self.param_groups, self.state)
+        if self.plan.ranks is None:
+            self.plan.local.make_missing_state(self.param_groups, self.state)
         return values.whole_state()
 
     def full_state(self, name: str, key: str) -> Tensor:
@@ -630,7 +630,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.wait_for_parameters()
         self._runner.bring_state_home()
         self._saved.changes()
-        self.holdings.refresh_masters(self.state)
+        self.plan.refresh_masters(self.state)
 
     def held_state(self) -> Iterator[tuple[str, HeldState]]:
         """What this rank holds of every state tensor, as boxes of what one process has.
@@ -640,9 +640,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self._adopt_swapped()
         self._saved.changes()
-        if self.holdings.ranks is None:
-            self.holdings.local.make_missing_state(self.param_groups, self.state)
-        placements = self.holdings.placements
+        if self.plan.ranks is None:
+            self.plan.local.make_missing_state(self.param_groups, self.state)
+        placements = self.plan.placements
         by_name = FullValues(self.param_groups, self.state, placements).by_name()
         names = {param: name for name, param in by_name.items()}
         for placement in placements:
@@ -653,9 +653,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """By name the ranks that have a plain parameter; ranks beyond have others, or none."""
-        if self.holdings.outer is not None:  # what others have is a copy
+        if self.plan.outer is not None:  # what others have is a copy
             return {}
-        values = FullValues(self.param_groups, self.state, self.holdings.placements)
+        values = FullValues(self.param_groups, self.state, self.plan.placements)
         return {
             name: held_by.members
             for name, param in values.by_name().items()
@@ -665,29 +665,29 @@ class RuleOptimizer(torch.optim.Optimizer):
     @property
     def is_stage(self) -> bool:
         """Whether ranks of other pipeline stages have parameters that are not here."""
-        return self.holdings.stages is not None
+        return self.plan.stages is not None
 
     @property
     def leads_stage(self) -> bool:
         """Whether this rank is the first of its pipeline stage; False without stages."""
-        return self.is_stage and (self.holdings.ranks is None or self.holdings.ranks.rank == 0)
+        return self.is_stage and (self.plan.ranks is None or self.plan.ranks.rank == 0)
 
     def layout_lines(self) -> list[str]:
         """How work and state are laid out, as text."""
-        return self.holdings.distribution.lines()
+        return self.plan.distribution.lines()
 
     # --- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        holds = self.holdings
-        deferred = holds.is_deferred and holds.ranks is not None
-        if holds.placed or holds.stages is not None or deferred:
+        plan = self.plan
+        deferred = plan.is_deferred and plan.ranks is not None
+        if plan.placed or plan.stages is not None or deferred:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
             )
         mine = {"_rule_options": self._rule_options, "_steps": self._steps}
-        return {**super().__getstate__(), **mine, "_distribution": holds.distribution}
+        return {**super().__getstate__(), **mine, "_distribution": plan.distribution}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         distribution = state.pop("_distribution", None)
@@ -696,11 +696,11 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._constructed = True
             self._clipped = False
             self._in_flight = ParametersInFlight()
-            self.holdings = Holdings(
+            self.plan = OptimizerPlan(
                 distribution, self._steps, self._in_flight, owner=type(self).__name__, alone=True
             )
             self._compose(None, self.defaults.get("rule"), as_built=False)
-            self.holdings.group_count = len(self.param_groups)
+            self.plan.group_count = len(self.param_groups)
         self._plan_blocks_anew()
 
 

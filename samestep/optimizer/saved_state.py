@@ -15,7 +15,6 @@ from torch import Tensor
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block
 from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.holdings import Holdings, has_state
 from samestep.optimizer.loading import (
     GATHERED_ON,
     PART,
@@ -25,12 +24,13 @@ from samestep.optimizer.loading import (
     shapes_of_whole_state,
     stored_of,
 )
+from samestep.optimizer.optimizer_plan import OptimizerPlan, has_state
 from samestep.rules.state import State, initial_state
 
 AT_ONCE = 1 << 26  # elements of parameters whose state is gathered together
 
 
-class Given(NamedTuple):
+class LoadedState(NamedTuple):
     """What a state dict is made of.
 
     part: which part of the whole state it is, to be told in it; None: all of it.
@@ -47,9 +47,9 @@ class SavedState:
     is_known: it is as built, or was gathered since it has changed.
     """
 
-    def __init__(self, holdings: Holdings, *, as_built: bool = True) -> None:
-        self._holds = holdings
-        self._consolidated: Given | None = None  # good until the next change of the state
+    def __init__(self, plan: OptimizerPlan, *, as_built: bool = True) -> None:
+        self._plan = plan
+        self._consolidated: LoadedState | None = None  # good until the next change of the state
         self._as_built = self.is_known = as_built
 
     def changes(self) -> None:
@@ -60,48 +60,48 @@ class SavedState:
         """The state is that of other parameters now."""
         self._consolidated = None
 
-    def given(self, groups: Sequence[Group], state: defaultdict[Tensor, State]) -> Given:
+    def given(self, groups: Sequence[Group], state: defaultdict[Tensor, State]) -> LoadedState:
         """What `state_dict()` is made of on this rank. Not collective."""
-        holds = self._holds
-        part = holds.part()
+        plan = self._plan
+        part = plan.part()
         if part is None:
             whole: dict[Tensor, State] = {}
-            for shared in holds.shared:
+            for shared in plan.shared:
                 whole |= shared.kept_state(state)
-            return Given(defaultdict(dict, {**state, **whole}) if whole else state)
+            return LoadedState(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
             return self._consolidated
-        if holds.sharded:
+        if plan.sharded:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
-        if holds.distribution.state_dict_form == "part":
-            return Given(state, part)
-        alike = holds.are_alike()
+        if plan.distribution.state_dict_form == "part":
+            return LoadedState(state, part)
+        alike = plan.are_alike()
         if alike and self._as_built and not has_state(state):
-            return Given(defaultdict(dict, _as_built(groups, holds.blocks, holds.masters)))
-        raise _refuse_part(part, holds.distribution.kept_by(), alike=alike)
+            return LoadedState(defaultdict(dict, _as_built(groups, plan.blocks, plan.masters)))
+        raise _refuse_part(part, plan.distribution.kept_by(), alike=alike)
 
     def consolidate(self, to: int | None, values: Callable[[], FullValues]) -> None:
         """Gather the whole state for the state dict of rank `to`, or of all. Collective."""
-        ranks, part = self._holds.ranks, self._holds.part()
+        ranks, part = self._plan.ranks, self._plan.part()
         if ranks is None or part is None:
             return
         if to is not None and not (type(to) is int and 0 <= to < ranks.size):
             raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
-        if not self._holds.are_alike():
-            raise _refuse_part(part, self._holds.distribution.kept_by(), alike=False)
+        if not self._plan.are_alike():
+            raise _refuse_part(part, self._plan.distribution.kept_by(), alike=False)
         keep = to is None or to == ranks.rank
         gathered = defaultdict(dict, _gathered(values(), keep=keep))
-        self._consolidated = Given(gathered, None if keep else {**part, GATHERED_ON: to})
+        self._consolidated = LoadedState(gathered, None if keep else {**part, GATHERED_ON: to})
         self.is_known = True
 
     def needs_no_plans(self, state_dict: StateDict) -> bool:
         """Whether plans may be put off further: it was saved before a first step."""
         is_dict = isinstance(state_dict, Mapping)
-        return self._holds.is_deferred and is_dict and not state_dict.get("state")
+        return self._plan.is_deferred and is_dict and not state_dict.get("state")
 
     def load(
         self,
@@ -114,20 +114,20 @@ class SavedState:
 
         `ready()` is called before anything changes.
         """
-        holds, groups = self._holds, optimizer.param_groups
+        plan, groups = self._plan, optimizer.param_groups
         shapes, stored = {}, {}
-        if not holds.is_deferred:
-            check_part(state_dict, holds.part(), alike=holds.are_alike())
+        if not plan.is_deferred:
+            check_part(state_dict, plan.part(), alike=plan.are_alike())
             if isinstance(state_dict, Mapping) and PART not in state_dict:
-                stored = stored_of(groups, holds.blocks, holds.masters)
-                if holds.placed:
-                    shapes = shapes_of_whole_state(groups, holds.blocks, stored)
+                stored = stored_of(groups, plan.blocks, plan.masters)
+                if plan.placed:
+                    shapes = shapes_of_whole_state(groups, plan.blocks, stored)
             self.changes()
-        put_whole, take_parameters = holds.put_whole, holds.refresh_masters
+        put_whole, take_parameters = plan.put_whole, plan.refresh_masters
         load_state(
             optimizer, torch_load, state_dict, shapes, put_whole, take_parameters, stored, ready
         )
-        for placement in holds.placed:
+        for placement in plan.placed:
             placement.mend_replicas()
 
 

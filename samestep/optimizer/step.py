@@ -17,7 +17,7 @@ from samestep.comm.presence import (
     AllSwapped,
     Call,
     JointCall,
-    Problem,
+    RankFailure,
     RankProblemError,
     any_problem,
     sent_from,
@@ -26,8 +26,8 @@ from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
 from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing as missing_kernels
-from samestep.optimizer.holdings import Holdings
 from samestep.optimizer.norm_ahead import NormAhead
+from samestep.optimizer.optimizer_plan import OptimizerPlan
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -82,7 +82,7 @@ _staging_bytes = lru_cache(maxsize=64)(staging_bytes)
 Handlers = Mapping[type[Operation], Callable[[Any], None]]
 
 
-class Verdict(NamedTuple):
+class ClipDecision(NamedTuple):
     """What the norm of a step has decided."""
 
     factor: Tensor | None = None  # gradients are multiplied with it
@@ -93,8 +93,8 @@ class Verdict(NamedTuple):
 class StepRunner:
     """Runs the steps of an optimizer; keeps what they share: scalars, compiled rules, a graph."""
 
-    def __init__(self, holdings: Holdings, options: StepOptions) -> None:
-        self._holds = holdings  # its ranks may be found later, and its plans follow parameters
+    def __init__(self, plan: OptimizerPlan, options: StepOptions) -> None:
+        self._plan = plan  # its ranks may be found later, and its plans follow parameters
         self._options = options
         backend = "inductor" if options.compile is True else options.compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
@@ -116,9 +116,9 @@ class StepRunner:
 
     def norm_begun(self, groups: Sequence[Group], *, scaled: bool) -> AbstractContextManager[None]:
         """Inside, the device sums up gradients while the host looks at groups: before `run`."""
-        holds = self._holds
-        alone = holds.ranks is None and not holds.placed and holds.stages is None
-        alone = alone and len(groups) == holds.group_count  # or nobody has looked at them yet
+        plan = self._plan
+        alone = plan.ranks is None and not plan.placed and plan.stages is None
+        alone = alone and len(groups) == plan.group_count  # or nobody has looked at them yet
         if alone and self._needs_norm(scaled):
             return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
         return nullcontext()
@@ -130,12 +130,12 @@ class StepRunner:
         self,
         groups: Sequence[Group],
         state: Mapping[Tensor, State],
-        problem: Problem | None = None,
+        problem: RankFailure | None = None,
         inverse_scale: Tensor | None = None,
     ) -> None:
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
         if inverse_scale is not None:
-            self._holds.refuse_norm_of_a_part("the scale of a GradScaler")
+            self._plan.refuse_norm_of_a_part("the scale of a GradScaler")
         self._inverse_scale = inverse_scale
         with self._begun(groups, state, problem):
             recorded = self._recording()
@@ -150,14 +150,14 @@ class StepRunner:
         self,
         groups: Sequence[Group],
         state: Mapping[Tensor, State],
-        problem: Problem | None,
+        problem: RankFailure | None,
         call: str | None = None,
     ) -> Iterator[None]:
         """Operations of a step run inside; if they fail, all gradients are forgotten."""
         self._groups = groups
-        self._placements = placements = self._holds.placements
+        self._placements = placements = self._plan.placements
         self._device: torch.device = groups[0]["params"][0].device
-        self._verdict = Verdict()
+        self._decision = ClipDecision()
         watching = watch.start()
         if watching is not None:
             watching.step_begun()
@@ -188,10 +188,10 @@ class StepRunner:
         groups: Sequence[Group],
         state: Mapping[Tensor, State],
         max_norm: float,
-        problem: Problem | None = None,
+        problem: RankFailure | None = None,
     ) -> Tensor:
         """Average gradients before the step, and clip them; gives their joint norm before, ()."""
-        self._holds.refuse_norm_of_a_part("clip_grad_norm_()")
+        self._plan.refuse_norm_of_a_part("clip_grad_norm_()")
         self._inverse_scale = None
         with self._begun(groups, state, problem, f"clip_grad_norm_({max_norm!r})"):
             for placement in self._placements:
@@ -216,13 +216,13 @@ class StepRunner:
             self.staging.break_off()
 
     def _have_staging(self) -> None:
-        if self._holds.distribution.offload is not None and self.staging is None:
+        if self._plan.distribution.offload is not None and self.staging is None:
             self.staging = Staging(self._device)
 
     def _recording(self) -> "RecordedStep | None":
         """What records steps and replays them: asked for, or where it is legal and pays."""
         alone = (
-            self._holds.ranks is None and self._holds.stages is None and len(self._placements) == 1
+            self._plan.ranks is None and self._plan.stages is None and len(self._placements) == 1
         )
         if (
             self._recorded is None
@@ -278,10 +278,10 @@ class StepRunner:
     def _schedule(self, *, clip: bool = False) -> Schedule:
         return _step_schedule(
             tuple(placement.shape for placement in self._placements),
-            waves=self._holds.distribution.waves,
+            waves=self._plan.distribution.waves,
             clip=clip or self._needs_norm(self._inverse_scale is not None),
             measure=self._sizes is not None,
-            chunks_ahead=self._holds.distribution.chunks_ahead,
+            chunks_ahead=self._plan.distribution.chunks_ahead,
         )
 
     def schedule_lines(self) -> tuple[str, ...]:
@@ -295,8 +295,10 @@ class StepRunner:
         """
         return JointCall(lambda problem: self._meet(Call(name), problem, only))
 
-    def _meet(self, call: Call, problem: Problem | None, only: Sequence[Placement] | None) -> None:
-        self._placements = self._holds.placements
+    def _meet(
+        self, call: Call, problem: RankFailure | None, only: Sequence[Placement] | None
+    ) -> None:
+        self._placements = self._plan.placements
         for placement in self._placements if only is None else only:
             if placement.shape.agrees:
                 try:
@@ -304,21 +306,21 @@ class StepRunner:
                 except CollectiveError:
                     raise
                 except Exception as error:  # which those of the next one have to know
-                    problem = problem or Problem(error)
-        everyone = self._everyone() if only is None else None
+                    problem = problem or RankFailure(error)
+        everyone = self._all_participants() if only is None else None
         if everyone is not None:
             device = sent_from(everyone, self._placements[0].device)
             problem = any_problem(problem, everyone, device, call)
         if problem is not None:
             raise problem.error
 
-    def _begin_agreement(self, problem: Problem | None, call: str | None) -> None:
+    def _begin_agreement(self, problem: RankFailure | None, call: str | None) -> None:
         """What this rank is about to do, for the ranks that it agrees with."""
         self._problem = problem
         self._found: Exception | None = None  # by the ranks of a placement, in this step
         agreeing = [n for n, placed in enumerate(self._placements) if placed.shape.agrees]
         self._last_to_agree = agreeing[-1] if agreeing else None
-        read = self._holds.checks.hyperparameters.read
+        read = self._plan.checks.hyperparameters.read
         for number in agreeing if problem is None else ():
             own = self._placements[number]
             intent = read(self._groups, own.group_indices, self._inverse_scale)
@@ -347,10 +349,10 @@ class StepRunner:
         if operation.placement == self._last_to_agree:
             self._hear_others()
 
-    def _problem_of_any(self, own: Placement | None = None) -> Problem | None:
+    def _problem_of_any(self, own: Placement | None = None) -> RankFailure | None:
         """What is known so far to keep ranks from taking the step."""
         if self._found is not None and not isinstance(self._found, AllSwapped):
-            return Problem(self._found)
+            return RankFailure(self._found)
         if own is not None and own.problem is not None:
             return own.problem
         known = [*(placement.problem for placement in self._placements), self._problem]
@@ -363,7 +365,7 @@ class StepRunner:
         a problem raises it.
         """
         problem = self._problem_of_any()
-        for ranks in self._everyone(), self._holds.stages:
+        for ranks in self._all_participants(), self._plan.stages:
             if ranks is None or self._device.type != "cpu":
                 continue
             try:
@@ -371,21 +373,21 @@ class StepRunner:
             except AllSwapped as error:
                 self._found = error
             except RankProblemError as error:  # it is not so on all of them
-                problem = Problem(error)
+                problem = RankFailure(error)
         if problem is None:
             return
         if problem.swapped and self._found is not None:
             raise self._found
         raise problem.error
 
-    def _everyone(self) -> RankGroup | None:
+    def _all_participants(self) -> RankGroup | None:
         """All ranks that take part, where no placement has all of them; None: not needed."""
         held_by = [placement.held_by for placement in self._placements]
         groups = {group.members: group for group in held_by if group is not None}
         if len(groups) < 2:
             return None
         members = {rank for group in groups for rank in group}
-        return next((g for g in groups.values() if members == set(g.members)), self._holds.ranks)
+        return next((g for g in groups.values() if members == set(g.members)), self._plan.ranks)
 
     def _clip(self, _: Clip) -> None:
         """Decide by the joint norm: how gradients are scaled, and whether the step is skipped.
@@ -408,14 +410,14 @@ class StepRunner:
         if norm.device.type == "cpu":
             unchanged = factor is not None and float(factor) == 1.0
             skip = not norm.isfinite()
-            everyone = self._everyone()
+            everyone = self._all_participants()
             if everyone is not None:  # or those with another copy of it would go on alone
                 skip = _anywhere(skip, everyone)
-            if self._holds.stages is not None:
-                skip = _anywhere(skip, self._holds.stages)
-            self._verdict = Verdict(factor=None if unchanged else factor, skip=skip)
+            if self._plan.stages is not None:
+                skip = _anywhere(skip, self._plan.stages)
+            self._decision = ClipDecision(factor=None if unchanged else factor, skip=skip)
         else:
-            self._verdict = Verdict(factor=factor, only_if=norm.isfinite())
+            self._decision = ClipDecision(factor=factor, only_if=norm.isfinite())
 
     def _square_of_norm(self) -> Tensor | None:
         """The sum of squares of all averaged gradients, (); None if there are none.
@@ -424,7 +426,7 @@ class StepRunner:
         """
         together: dict[RankGroup | None, list[Placement]] = {}
         for placement in self._placements:
-            ranks = placement.sums_over or self._holds.ranks
+            ranks = placement.sums_over or self._plan.ranks
             together.setdefault(ranks, []).append(placement)
         squares = []
         for ranks, placements in together.items():
@@ -438,21 +440,21 @@ class StepRunner:
             if square is not None:
                 squares.append(square)
         square = torch.stack(squares).sum() if len(squares) > 1 else next(iter(squares), None)
-        return square if self._holds.stages is None else self._over_stages(square)
+        return square if self._plan.stages is None else self._over_stages(square)
 
     def _over_stages(self, square: Tensor | None) -> Tensor:
         """The sum over pipeline stages, (), in their order: the same bits on every rank."""
-        assert self._holds.stages is not None
+        assert self._plan.stages is not None
         if square is None:
             square = torch.zeros((), dtype=torch.float64, device=self._device)
-        sizes = [1] * self._holds.stages.size
-        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._holds.stages)
+        sizes = [1] * self._plan.stages.size
+        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._plan.stages)
         return torch.cat(parts.wait()).sum()
 
     def _update(self, operation: Update) -> None:
         """Run the rules on a wave, group by group."""
         by_group: dict[int, list[Operand]] = {}
-        skip = self._verdict.skip
+        skip = self._decision.skip
         for placement, bucket in operation.buckets:
             # What stays on the host has not come for a step that is skipped.
             if not (skip and operation.window is not None):
@@ -505,15 +507,15 @@ class StepRunner:
 
     def _math(self, index: int, device: torch.device) -> GroupMath:
         """How the rule of a group is run in this step."""
-        group, verdict = self._groups[index], self._verdict
+        group, decision = self._groups[index], self._decision
         rule = RULES[group["rule"]]  # a group without one has not come here
         return GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),
             {key: group[key] for key in self._constant_keys(rule)},
-            None if verdict.factor is None else verdict.factor.to(device),
+            None if decision.factor is None else decision.factor.to(device),
             group["maximize"],
-            None if verdict.only_if is None else verdict.only_if.to(device),
+            None if decision.only_if is None else decision.only_if.to(device),
             self._sizes,
             self.outliers,
         )
@@ -529,7 +531,7 @@ class StepRunner:
 
     def _of_window(self, operation: OfWindow) -> None:
         """State does not travel for a step that is skipped, once that is known."""
-        if not self._verdict.skip:
+        if not self._decision.skip:
             self._placements[operation.window.bucket.placement].travel(operation)
 
     def _of_bucket(self, operation: OfBucket) -> None:
@@ -539,7 +541,7 @@ class StepRunner:
 
     def _of_chunk(self, operation: OfChunk) -> None:
         """Blocks do not travel for a step that is skipped."""
-        if not self._verdict.skip:
+        if not self._decision.skip:
             self._of_bucket(operation)
 
     def _maths(self, placement: Placement) -> GroupMaths:
@@ -559,7 +561,7 @@ class StepRunner:
 
     def _measure(self, _: Measure) -> None:
         assert self._sizes is not None
-        self._sizes.combine(self._holds.ranks, self._device)
+        self._sizes.combine(self._plan.ranks, self._device)
 
     def metrics(self, groups: int) -> dict[str, Tensor]:
         """See `RuleOptimizer.metrics`."""

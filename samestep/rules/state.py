@@ -257,7 +257,7 @@ def matrix_views(
     state: State,
     options: Mapping[str, Any],
     stored: StoredTensors,
-    where: "Whereabouts | None" = None,
+    where: "GlobalElementIndex | None" = None,
 ) -> list[MatrixView]:
     """The matrices of a block, of which value and state are given as they are stored.
 
@@ -302,7 +302,7 @@ def _form_of(form: Form, per: int) -> Form:
     return form._replace(split=form.split._replace(sizes=sizes))
 
 
-class Whereabouts(NamedTuple):
+class GlobalElementIndex(NamedTuple):
     """Which elements of a whole parameter something has: a view of a tensor without data.
 
     Whatever cuts a parameter cuts `elements` alike; its offset and strides then say the rest.
@@ -313,11 +313,11 @@ class Whereabouts(NamedTuple):
     seeds: Mapping[str, int]
     start: int | None = None  # not all of them: those from here on, in order
 
-    def at(self, view: Tensor) -> "Whereabouts":
+    def at(self, view: Tensor) -> "GlobalElementIndex":
         """The same parameter, cut further."""
         return self._replace(elements=view)
 
-    def stretch(self, start: int, stop: int) -> "Whereabouts":
+    def stretch(self, start: int, stop: int) -> "GlobalElementIndex":
         """Elements start..stop-1 of these in order."""
         if self.elements.is_contiguous():
             return self.at(self.elements.view(-1)[start:stop])
@@ -330,7 +330,9 @@ class Whereabouts(NamedTuple):
         return Origin(offset, strides, self.seeds, tuple(self.elements.shape), self.start)
 
 
-def whereabouts(name: str, shape: Shape, stored: StoredTensors) -> Whereabouts | None:
+def global_element_index(
+    name: str, shape: Shape, stored: StoredTensors
+) -> GlobalElementIndex | None:
     """All of a parameter; None if nothing of its state is rounded at random.
 
     Of a part of a fused parameter, in the whole of it: layouts differ in which parts there are.
@@ -342,4 +344,4 @@ def whereabouts(name: str, shape: Shape, stored: StoredTensors) -> Whereabouts |
     rows = rows_in(name)
     first = 0 if rows is None else rows.start * prod(shape[1:])
     seeds = {key: seed_of(without_wrappers(whole_name(name)), key) for key in rounded}
-    return Whereabouts(torch.empty(shape, device="meta"), first, seeds)
+    return GlobalElementIndex(torch.empty(shape, device="meta"), first, seeds)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.presence import Problem
+from samestep.comm.presence import RankFailure
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group, parameter_names, rule_of
@@ -18,20 +18,20 @@ from samestep.plan.schedule import PlacementShape, Stage, WindowId
 from samestep.rules.state import (
     MASTER,
     MASTERS,
+    GlobalElementIndex,
     MatrixView,
     State,
     StoredTensors,
-    Whereabouts,
     block_states,
+    global_element_index,
     initial_state,
     matrix_views,
     needs_master,
     state_shapes,
     stored_tensors,
-    whereabouts,
 )
 from samestep.shards.placement import Placement
-from samestep.shards.windows import Unit, WindowPart, home_of
+from samestep.shards.windows import OffloadSlice, OffloadUnit, state_device
 from samestep.update.plain import Operand
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ class LocalParameters(Placement):
 
     # --- the step --------------------------------------------------------------------------
 
-    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+    def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         super().begin_step(state, problem)
         if self.distribution.offload is not None:
             states = (own for group in self.known for own in group.states)
             self._keep_windows(states, self._units)
 
-    def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
+    def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
         """State block by block, or of all of a parameter."""
         units = [unit for known in self.known for unit in known.units()]
         devices = sorted({str(unit.about.param.device) for unit in units})
@@ -186,7 +186,7 @@ class LocalParameters(Placement):
         """State follows a parameter to its device; cleared state starts afresh."""
         for param in params:
             own, masters = state[param], self.master_weights
-            home = home_of(param.device, self.distribution.offload)
+            home = state_device(param.device, self.distribution.offload)
             if not own or (needs_master(param, masters) and not own.keys() & set(MASTERS)):
                 # Without values first: state that stays on the host may have no room elsewhere.
                 like = param if home.device == param.device else param.detach().to("meta")
@@ -256,12 +256,12 @@ class KnownGroup:
             and [param.data_ptr() for param in self.params] == self._addresses
         )
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[OffloadUnit]:
         """State block by block, or of all of a parameter."""
         return [
-            Unit(held, own, held.param.numel(), held.param.is_contiguous())
+            OffloadUnit(held, own, held.param.numel(), held.param.is_contiguous())
             if held.block is None
-            else Unit(held, own, held.block.rows * held.block.cols)
+            else OffloadUnit(held, own, held.block.rows * held.block.cols)
             for of_param in self._held
             for held, own in of_param
         ]
@@ -296,9 +296,9 @@ class _Held(NamedTuple):
     block: Block | None
     is_whole: bool  # the block is all of the parameter
     stored: StoredTensors
-    where: Whereabouts | None  # of the parameter, if some of its state is rounded at random
+    where: GlobalElementIndex | None  # of the parameter, if some of its state is rounded at random
 
-    def views(self, part: WindowPart | None, state: State) -> list[MatrixView]:
+    def views(self, part: OffloadSlice | None, state: State) -> list[MatrixView]:
         """The matrices of a block, or elements of a parameter, with state that lies or has come.
 
         `part`: of a window of state; None: all of it.
@@ -318,7 +318,7 @@ class _Held(NamedTuple):
             where = None if where is None else where.stretch(part.start, part.stop)
         return [MatrixView(value, state, None, None if where is None else where.origin())]
 
-    def cut(self, part: WindowPart, grad: Tensor) -> Sequence[Tensor]:
+    def cut(self, part: OffloadSlice, grad: Tensor) -> Sequence[Tensor]:
         """The gradient of what `views` gives, in the same order."""
         if self.block is None:
             if part.is_whole:
@@ -339,7 +339,7 @@ def _held(
     """All of a parameter, or each of its blocks, with its state."""
     rule, masters = rule_of(group), bool(state.keys() & set(MASTERS))
     stored = stored_tensors(rule, param, blocks, group, master_weights=masters)
-    where = whereabouts(name, tuple(param.shape), stored)
+    where = global_element_index(name, tuple(param.shape), stored)
     whole = _Held(number, group, param, None, True, stored, where)
     if blocks is None:
         if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch

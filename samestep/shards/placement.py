@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Call, Intent, Problem
+from samestep.comm.presence import Call, Intent, RankFailure
 from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, local_of, whole_box
@@ -15,11 +15,11 @@ from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, St
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
 from samestep.rules.stored import REMAINDER_KEY
-from samestep.shards.windows import Unit, WindowPart, Windows
+from samestep.shards.windows import OffloadSlice, OffloadUnit, Windows
 from samestep.update.offload import Staging
 from samestep.update.plain import GroupMaths, Operand, scale
 
-Arrived = Callable[[WindowId], list[tuple[WindowPart, State]]]
+Arrived = Callable[[WindowId], list[tuple[OffloadSlice, State]]]
 
 
 class PlanMembers(NamedTuple):
@@ -57,7 +57,7 @@ class Placement:
         None  # where sums of it are taken; None: over the optimizer's ranks
     )
     compares_copies = False  # which gradients ranks with copies have, when it agrees on presence
-    problem: Problem | None = None  # what keeps this rank from taking the step
+    problem: RankFailure | None = None  # what keeps this rank from taking the step
     intent: Intent | None = None  # what the step is about to do, as ranks compare it
     windows: Windows | None = None  # of state that stays on the host
     staging: Staging | None = None  # where it comes to, in a step
@@ -70,7 +70,7 @@ class Placement:
         """The state of this rank's parts."""
         raise NotImplementedError
 
-    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+    def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         """The step begins with this state: no gradient comes any more."""
         self._state = state
 
@@ -90,10 +90,10 @@ class Placement:
         """Whether what a unit of state is about has a gradient, as far as the host knows."""
         return True
 
-    def meet(self, call: Call, problem: Problem | None) -> None:
+    def meet(self, call: Call, problem: RankFailure | None) -> None:
         """Raise on all ranks if any has a problem, or makes another call than this one."""
 
-    def agree(self, problem: Problem | None) -> None:
+    def agree(self, problem: RankFailure | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
 
     def operands(
@@ -106,7 +106,9 @@ class Placement:
         raise NotImplementedError
 
     def _keep_windows(
-        self, state: Iterable[State], make: Callable[[], Mapping[tuple[Stage, int], list[Unit]]]
+        self,
+        state: Iterable[State],
+        make: Callable[[], Mapping[tuple[Stage, int], list[OffloadUnit]]],
     ) -> None:
         """Have windows of state that stays on the host; made anew if a tensor was replaced."""
         tensors = [tensor for own in state for tensor in own.values()]
@@ -123,7 +125,7 @@ class Placement:
         sizes = self.shape.chunk_windows
         return self.arrived if sizes and sizes[operation.bucket.bucket] else None
 
-    def arrived(self, window: WindowId) -> list[tuple[WindowPart, State]]:
+    def arrived(self, window: WindowId) -> list[tuple[OffloadSlice, State]]:
         """Wait for a window of state."""
         assert self.windows is not None
         assert self.staging is not None

@@ -18,7 +18,7 @@ from samestep.update.offload import Staging
 OFFLOADED_FROM = ("cuda", "cpu", "meta")  # devices whose state may stay on the host
 
 
-class Home(NamedTuple):
+class StateDevice(NamedTuple):
     """A device, and whether its memory is pinned, so that a GPU can copy while others compute."""
 
     device: torch.device
@@ -36,29 +36,29 @@ class Home(NamedTuple):
         return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def home_of(device: torch.device, offload: str | None) -> Home:
+def state_device(device: torch.device, offload: str | None) -> StateDevice:
     """Where the state of parameters on a device stays.
 
     Raises:
         ValueError: It shall be offloaded from a device that has no streams to copy beside it.
     """
     if offload is None:
-        return Home(device, pinned=False)
+        return StateDevice(device, pinned=False)
     if device.type not in OFFLOADED_FROM:
         raise ValueError(
             f"offload={offload!r} is for parameters on a CUDA GPU, and there is one on "
             f"{device.type}: leave offload out"
         )
     if device.type == "meta":
-        return Home(device, pinned=False)
-    return Home(torch.device("cpu"), pinned=device.type == "cuda")
+        return StateDevice(device, pinned=False)
+    return StateDevice(torch.device("cpu"), pinned=device.type == "cuda")
 
 
 T = TypeVar("T")
 NO_LIMIT = 1 << 62
 
 
-class Unit(NamedTuple):
+class OffloadUnit(NamedTuple):
     """State that an update needs at once, or a range of it if it may be cut.
 
     about: what the placement knows it by.
@@ -77,10 +77,10 @@ class Unit(NamedTuple):
         return UnitSize(self.elements, tensors, self.may_be_cut)
 
 
-class WindowPart(NamedTuple):
+class OffloadSlice(NamedTuple):
     """A unit in a window, or a range of it: what comes, and what goes back to the host."""
 
-    unit: Unit
+    unit: OffloadUnit
     start: int
     stop: int
     comes: State
@@ -94,8 +94,8 @@ class WindowPart(NamedTuple):
 class Windows:
     """The windows of a placement, by what they are needed for; those of chunks are never cut."""
 
-    def __init__(self, units: Mapping[tuple[Stage, int], Sequence[Unit]]) -> None:
-        self._parts: dict[tuple[Stage, int, int], list[WindowPart]] = {}
+    def __init__(self, units: Mapping[tuple[Stage, int], Sequence[OffloadUnit]]) -> None:
+        self._parts: dict[tuple[Stage, int, int], list[OffloadSlice]] = {}
         self._sizes: dict[tuple[Stage, int], tuple[int, ...]] = {}
         self._made: dict[tuple[WindowId, int], tuple[tuple[object, ...], Any]] = {}
         for (stage, bucket), own in units.items():
@@ -120,7 +120,7 @@ class Windows:
         home, back = [part.comes for part in parts], [part.goes_back for part in parts]
         staging.fetch(operation.window, operation.slot, home, back, wanted)
 
-    def arrived(self, window: WindowId, staging: Staging) -> list[tuple[WindowPart, State]]:
+    def arrived(self, window: WindowId, staging: Staging) -> list[tuple[OffloadSlice, State]]:
         """Wait for a window: its parts, each with its state on the device."""
         return list(zip(self.parts(window), staging.arrived(window), strict=True))
 
@@ -134,19 +134,19 @@ class Windows:
         found: T = known[1]
         return found
 
-    def parts(self, window: WindowId) -> list[WindowPart]:
+    def parts(self, window: WindowId) -> list[OffloadSlice]:
         """What is in a window."""
         return self._parts[window.stage, window.bucket.bucket, window.number]
 
 
-def _part(unit: Unit, cut: UnitRange) -> WindowPart:
+def _part(unit: OffloadUnit, cut: UnitRange) -> OffloadSlice:
     """A number that a unit has, such as its count of steps, goes back with its last range alone.
 
     Those before would change it for those after: each range begins with the number of last time.
     """
     _, start, stop, is_last = cut
     if stop - start == unit.elements:
-        return WindowPart(unit, start, stop, unit.state, unit.state)
+        return OffloadSlice(unit, start, stop, unit.state, unit.state)
     comes: State = {}
     goes_back: State = {}
     for key, tensor in unit.state.items():
@@ -158,4 +158,4 @@ def _part(unit: Unit, cut: UnitRange) -> WindowPart:
             comes[key] = tensor
         if is_cut or is_last:
             goes_back[key] = comes[key]
-    return WindowPart(unit, start, stop, comes, goes_back)
+    return OffloadSlice(unit, start, stop, comes, goes_back)

@@ -174,7 +174,7 @@ def _entries(
     plain = unwrapped(model)
     names = _names(model, optimizer)
     groups = [] if optimizer is None else optimizer.param_groups
-    held = optimizer.holdings.placed if isinstance(optimizer, RuleOptimizer) else ()
+    held = optimizer.plan.placed if isinstance(optimizer, RuleOptimizer) else ()
     copied = [placement for placement in held if not placement.holds_parts]
     home = {param: placement.group for placement in copied for param in placement.params}
     for param, name in names.items():

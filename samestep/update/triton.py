@@ -11,7 +11,7 @@ from torch import Tensor, float32
 
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table, codes_per_scale, has_two_levels
-from samestep.kernels.muon import Lie, MuonBlocks, lie_of, muon_
+from samestep.kernels.muon import MatrixStrides, MuonBlocks, muon_, strides_of
 from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
@@ -49,7 +49,7 @@ class KernelPlan:
                     jobs = []
                     for same in batch:
                         first, origins = operands[same[0]], _origins(operands, same)
-                        rows, lie = first.matrix[0], _lie(first)
+                        rows, lie = first.matrix[0], _strides(first)
                         jobs.append(Job(same, MuonBlocks(*self._of(same), rows, lie, origins)))
                     self.batches.append(jobs)
         self.lanes = dealt(self._blocks(), sparing=most is not None)
@@ -261,11 +261,11 @@ def _grad_fits(operand: Operand) -> bool:
     return operand.grad.is_contiguous()
 
 
-def _lie(operand: Operand) -> Lie | None:
+def _strides(operand: Operand) -> MatrixStrides | None:
     """How a matrix in the gaps of others lies, as do its gradient and state."""
     if operand.rows is None or operand.param.is_contiguous():
         return None
-    return lie_of(operand.param)
+    return strides_of(operand.param)
 
 
 def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
@@ -288,8 +288,8 @@ def _batches(
     for place in places:
         by_shape[tuple(sorted(operands[place].matrix))].append(place)
 
-    def kind(place: int) -> tuple[int, Lie | tuple[()]]:
-        return operands[place].matrix[0], _lie(operands[place]) or ()
+    def kind(place: int) -> tuple[int, MatrixStrides | tuple[()]]:
+        return operands[place].matrix[0], _strides(operands[place]) or ()
 
     for (short, long), members in by_shape.items():
         members.sort(key=kind)

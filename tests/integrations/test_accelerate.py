@@ -111,7 +111,7 @@ def test_a_resumed_run_is_the_run_without_a_break(world, way, tmp_path):
         train(accelerator, *again, range(4, 8))
         assert_same(values(again[0]), after)
         assert all(not torch.equal(before[name], value) for name, value in after.items())
-        return after, samestep.hf.unwrapped(again[1]).holdings.distribution.grads
+        return after, samestep.hf.unwrapped(again[1]).plan.distribution.grads
 
     results = run_as_torchrun(world, job)
     for found, grads in results:

@@ -25,7 +25,7 @@ def test_the_factory_gives_an_optimizer_of_the_model():
     assert {group["rule"]: group["lr"] for group in opt.param_groups} == {"muon": 0.5, "adamw": 0.5}
     assert opt.param_groups[0]["momentum"] == 0.8
     assert not opt.state  # made in the first step
-    assert opt.holdings.distribution.sharding == "none"
+    assert opt.plan.distribution.sharding == "none"
     model(torch.ones(2, 4)).sum().backward()
     opt.step()
     assert len(opt.state) == 4
@@ -34,7 +34,7 @@ def test_the_factory_gives_an_optimizer_of_the_model():
 def test_options_of_the_user_win():
     _, opt = built(kind=samestep.AdamW, sharding="zero2", deferred=False, max_grad_norm=math.inf)
     assert isinstance(opt, samestep.AdamW)
-    assert opt.holdings.distribution.sharding == "zero2"
+    assert opt.plan.distribution.sharding == "zero2"
     assert len(opt.state) == 4
 
 

@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_run_without_a_break(world, way, tmp_path):
         again, _ = fit(tmp_path, world, 8, resume=tmp_path / "step=4.ckpt", **WAYS[way])
         assert_same(values(again), values(module))
         assert all(not torch.equal(v, values(Net())[n]) for n, v in values(module).items())
-        return values(module), trainer.optimizers[0].holdings.distribution.grads
+        return values(module), trainer.optimizers[0].plan.distribution.grads
 
     results = run_as_torchrun(world, job)
     for found, grads in results:

@@ -199,13 +199,13 @@ def test_what_its_modules_say(family, flavor):
     }
     for end, count in cut.items():
         found = {
-            sum(len(block.matrices) for block in opt.holdings.blocks[param])
+            sum(len(block.matrices) for block in opt.plan.blocks[param])
             for param, name in names.items()
             if name.endswith(end)
         }
         assert found == {count}, end
     for end in others:
-        found = {opt.holdings.blocks[param] for param, name in names.items() if name.endswith(end)}
+        found = {opt.plan.blocks[param] for param, name in names.items() if name.endswith(end)}
         assert found == {None}, end
 
 

@@ -86,7 +86,7 @@ def test_a_resumed_run_is_the_run_without_a_break(world, way, tmp_path):
         again.train(resume_from_checkpoint=str(saved[0]))
         assert_same(values(again.model), values(straight.model))
         assert all(not torch.equal(before[n], v) for n, v in values(straight.model).items())
-        return values(straight.model), own_optimizer(straight).holdings.distribution.grads
+        return values(straight.model), own_optimizer(straight).plan.distribution.grads
 
     results = run_as_torchrun(world, job)
     for found, grads in results:

@@ -23,7 +23,7 @@ from samestep.checkpoint.folder import pointed
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.dialects import Meaning, meaning
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Given, Source, model_name, step_tensor
+from samestep.checkpoint.sources import Collected, Source, SourceOptions, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
 from samestep.layout.fused_rows import without_wrappers
 from samestep.rules.state import MASTER
@@ -53,7 +53,7 @@ def folder_of(path: Path) -> Path | None:
     return path if found else None
 
 
-def read(path: Path, given: Given) -> Source:
+def read(path: Path, given: SourceOptions) -> Source:
     """All of a checkpoint, or its model alone; of tensor parallel ranks if it is universal."""
     folder = folder_of(path)
     if folder is None:

@@ -27,7 +27,7 @@ from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.dialects import meaning
 from samestep.checkpoint.foreign.naming import as_lists, names_of
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Given, Source, model_name
+from samestep.checkpoint.sources import Collected, Source, SourceOptions, model_name
 from samestep.checkpoint.storage import CheckpointError
 from samestep.checkpoint.torch_files import Entry, entries_in, load_entry, read_metadata
 from samestep.layout.boxes import Box, range_boxes
@@ -78,7 +78,7 @@ def folder_of(path: Path) -> Path | None:
     return path if isinstance(config, dict) and "sharded_backend" in config else None
 
 
-def read(path: Path, given: Given) -> Source:
+def read(path: Path, given: SourceOptions) -> Source:
     """All of a checkpoint, or its model alone.
 
     Names or a model give the order of parameters for dp_reshardable. Where the count of steps is
@@ -259,7 +259,7 @@ def _add_options(
 # --- dp_reshardable --------------------------------------------------------------------------
 
 
-def _order(folder: Path, given: Given) -> list[str]:
+def _order(folder: Path, given: SourceOptions) -> list[str]:
     if given.model is not None:
         return names_of(given.model)
     if given.names is None:

@@ -15,7 +15,14 @@ from samestep.checkpoint.foreign import nanochat, safe
 from samestep.checkpoint.foreign.dialects import in_our_words
 from samestep.checkpoint.foreign.naming import HOW, by_groups, check_shapes
 from samestep.checkpoint.logical import state_key
-from samestep.checkpoint.sources import Collected, Given, Names, Source, model_name, step_tensor
+from samestep.checkpoint.sources import (
+    Collected,
+    Names,
+    Source,
+    SourceOptions,
+    model_name,
+    step_tensor,
+)
 from samestep.checkpoint.storage import CheckpointError
 from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.loading import PART
@@ -28,7 +35,7 @@ Content = Mapping[str, Any]
 Values = dict[str, Tensor]
 
 
-def read(path: Path, given: Given) -> Source:
+def read(path: Path, given: SourceOptions) -> Source:
     """What a file has, and others with optimizers beside it; mapped, not read.
 
     A model that is given has the parameters, in order, where no file has them.

@@ -14,7 +14,7 @@ from samestep.checkpoint.claims import by_name
 from samestep.checkpoint.foreign import safe
 from samestep.checkpoint.foreign.naming import HOW, groups_of_trainer
 from samestep.checkpoint.foreign.torch_save import add_optimizers, is_optimizer, model_in
-from samestep.checkpoint.sources import Collected, Given, Source, model_name
+from samestep.checkpoint.sources import Collected, Source, SourceOptions, model_name
 from samestep.checkpoint.storage import CheckpointError, claims_of
 
 OPTIMIZER, STATE, CONFIG = "optimizer.pt", "trainer_state.json", "config.json"
@@ -26,7 +26,7 @@ def is_trainer(path: Path) -> bool:
     return (path / OPTIMIZER).is_file() and (path / STATE).is_file()
 
 
-def read(path: Path, given: Given) -> Source:
+def read(path: Path, given: SourceOptions) -> Source:
     """All of a checkpoint, or its model alone."""
     names, model = given.names, given.model
     if not (path / OPTIMIZER).is_file():

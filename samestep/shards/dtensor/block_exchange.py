@@ -23,7 +23,7 @@ from samestep.shards.dtensor.local_chunk import BlockShard, LocalChunk
 from samestep.shards.dtensor.local_shards import LocalShards
 from samestep.shards.dtensor.planned import plan_chunks, shape_of
 from samestep.shards.placement import Arrived
-from samestep.shards.windows import Unit
+from samestep.shards.windows import OffloadUnit
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,
@@ -81,7 +81,7 @@ class BlockExchange:
         if self._kernels is not None:
             self._kernels.begin_step(self._local)
 
-    def units(self) -> list[list[Unit]]:
+    def units(self) -> list[list[OffloadUnit]]:
         """The state of every chunk that stays on the host."""
         return [chunk.units() for chunk in self._local_chunks]
 

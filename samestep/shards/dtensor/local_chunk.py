@@ -17,7 +17,7 @@ from samestep.rules.noise import Origin
 from samestep.rules.state import State, block_states, matrix_states
 from samestep.rules.stored import STEP
 from samestep.shards.dtensor.local_shards import LocalShards, Slices, divided
-from samestep.shards.windows import Unit, WindowPart
+from samestep.shards.windows import OffloadSlice, OffloadUnit
 
 
 class BlockShard(NamedTuple):
@@ -158,19 +158,19 @@ class LocalChunk:
 
     # --- state that stays on the host ----------------------------------------------------
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[OffloadUnit]:
         """The state that comes from the host at once: of shards, and of whole blocks."""
         of_shards = (
-            Unit(("shard", shard.place), self._kept_of_shard(shard), elements=1)
+            OffloadUnit(("shard", shard.place), self._kept_of_shard(shard), elements=1)
             for shard in self.shards
         )
         of_wholes = (
-            Unit(("whole", place), self._kept_of_whole(place), elements=1)
+            OffloadUnit(("whole", place), self._kept_of_whole(place), elements=1)
             for place in range(len(self.blocks))
         )
         return [unit for unit in (*of_shards, *of_wholes) if unit.state]
 
-    def take_fetched(self, parts: Sequence[tuple[WindowPart, State]]) -> bool:
+    def take_fetched(self, parts: Sequence[tuple[OffloadSlice, State]]) -> bool:
         """Use state that is on the device now. Returns whether it lies elsewhere than before."""
         found: dict[int, BlockState] = {}
         for part, state in parts:

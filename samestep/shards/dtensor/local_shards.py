@@ -18,7 +18,7 @@ from samestep.plan.chunks import PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, Whereabouts
+from samestep.rules.state import GlobalElementIndex, State
 from samestep.rules.stored import block_size
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
@@ -47,7 +47,7 @@ class LocalShards:
     held: Sequence[RankBoxes]
     group: RankGroup
     device: torch.device
-    wholes: Sequence[Whereabouts | None]
+    wholes: Sequence[GlobalElementIndex | None]
     counted: Sequence[bool] | None = None
     share: float = 1.0
     values: Sequence[Tensor] = field(init=False, default=())

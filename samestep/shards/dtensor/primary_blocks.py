@@ -15,7 +15,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.plan.mesh_shares import PrimaryBlock, primary_blocks
 from samestep.plan.sharding import Piece, ShardingPlan
-from samestep.rules.state import State, Whereabouts, whereabouts
+from samestep.rules.state import GlobalElementIndex, State, global_element_index
 from samestep.shards.dtensor.block_exchange import BlockExchange
 from samestep.shards.dtensor.local_shards import LocalShards, refuse_unstaged
 from samestep.shards.dtensor.mesh_layout import MeshLayout
@@ -115,9 +115,9 @@ class PrimaryBlocks:
         self.exchange.end_step()
 
 
-def _whereabouts(item: PrimaryBlock) -> Whereabouts | None:
+def _whereabouts(item: PrimaryBlock) -> GlobalElementIndex | None:
     """The places of a block's elements in its parameter, if any are rounded at random."""
-    where = whereabouts(item.of.name, item.of.shape, item.of.stored)
+    where = global_element_index(item.of.name, item.of.shape, item.of.stored)
     if where is None:
         return None
     return where.at(item.block.view(where.elements).view(item.block.shape))

@@ -17,7 +17,7 @@ from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import RanksDisagreeError, require_same_lines
 from samestep.comm.meshes import mesh_group
-from samestep.comm.presence import Call, PresenceAgreement, Problem
+from samestep.comm.presence import Call, PresenceAgreement, RankFailure
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import describe_kernels
@@ -26,7 +26,7 @@ from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of
 from samestep.plan.layouts import Key
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
-from samestep.rules.state import State, Stored, whereabouts, whole_shapes
+from samestep.rules.state import State, Stored, global_element_index, whole_shapes
 from samestep.shards.dtensor.block_exchange import BlockExchange
 from samestep.shards.dtensor.fsdp_units import managed_beside
 from samestep.shards.dtensor.gradients import combine_gradients, fits, no_summand, summands
@@ -39,7 +39,7 @@ from samestep.shards.dtensor.mesh_layout import MeshLayout
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.replicated import ReplicatedParameters
-from samestep.shards.windows import Home, Unit, WindowPart, home_of
+from samestep.shards.windows import OffloadSlice, OffloadUnit, StateDevice, state_device
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ShardedParameters(Placement):
             self.layout.held,
             self.group,
             self.device,
-            [whereabouts(spec.name, spec.shape, spec.stored) for spec in self.specs],
+            [global_element_index(spec.name, spec.shape, spec.stored) for spec in self.specs],
             share=self.group.size / ranks,
         )
         self._sums: Mapping[Tensor, DTensor] = {}  # gradients of which others alone had summands
@@ -144,7 +144,7 @@ class ShardedParameters(Placement):
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the parameter's shape is sharded as it is; all other is on every rank."""
         self.shards.groups = groups
-        home = home_of(self.device, self._distribution.offload)
+        home = state_device(self.device, self._distribution.offload)
         made: dict[Tensor, State] = {}
         for param, spec in zip(self.params, self.specs, strict=True):
             group, shape = groups[spec.group], tuple(param.shape)
@@ -164,7 +164,7 @@ class ShardedParameters(Placement):
         self.exchange.prepare()
         return made
 
-    def _zeros(self, param: DTensor, shape: Shape, how: Stored, home: Home) -> Tensor:
+    def _zeros(self, param: DTensor, shape: Shape, how: Stored, home: StateDevice) -> Tensor:
         if how.per is None:
             return home.zeros(shape, how.dtype)
         local = home.zeros(how.shape(tuple(param.to_local().shape)), how.dtype)
@@ -242,7 +242,7 @@ class ShardedParameters(Placement):
 
     # --- the step ------------------------------------------------------------------------
 
-    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+    def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         super().begin_step(state, problem)
         changed = self._tensors.changed(self._names, self.group)
         self.problem = problem or changed or self._gradient_problem()
@@ -252,13 +252,15 @@ class ShardedParameters(Placement):
         if self._distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
 
-    def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
+    def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
         """State of elementwise parameters, of which any range may be updated; that of blocks."""
-        found: dict[tuple[Stage, int], list[Unit]] = {("update", 0): []}
+        found: dict[tuple[Stage, int], list[OffloadUnit]] = {("update", 0): []}
         for index, spec in enumerate(self.specs):
             if spec.blocks is None:
                 own, value = self.shards.states[index], self.shards.values[index]
-                found["update", 0].append(Unit(index, own, value.numel(), value.is_contiguous()))
+                found["update", 0].append(
+                    OffloadUnit(index, own, value.numel(), value.is_contiguous())
+                )
         for number, units in enumerate(self.exchange.units()):
             found["chunk", number] = units
         return found
@@ -278,7 +280,7 @@ class ShardedParameters(Placement):
 
     abandon_step = finish_step
 
-    def _gradient_problem(self) -> Problem | None:
+    def _gradient_problem(self) -> RankFailure | None:
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             grad = param.grad
             if grad is not None and not fits(param, grad):
@@ -287,13 +289,13 @@ class ShardedParameters(Placement):
                     f"the gradient of {spec.name!r} on rank {self.group.members[self.group.rank]} "
                     f"is {found}, and the parameter {param.placements}: redistribute it first"
                 )
-                return Problem(RuntimeError(message), index)
+                return RankFailure(RuntimeError(message), index)
         return None
 
-    def meet(self, call: Call, problem: Problem | None) -> None:
+    def meet(self, call: Call, problem: RankFailure | None) -> None:
         self._presence.meet(call, problem)
 
-    def agree(self, problem: Problem | None) -> None:
+    def agree(self, problem: RankFailure | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         here = [summands(param) for param in self.params]
         present = self._presence.agree(here, problem, self.intent, whole=self._is_whole_along)
@@ -364,7 +366,7 @@ class ShardedParameters(Placement):
         operand = Operand(value, grad, state, flag, counted, share, origin=origin)
         return self.specs[index].group, operand
 
-    def _origin(self, index: int, part: WindowPart | None = None) -> Origin | None:
+    def _origin(self, index: int, part: OffloadSlice | None = None) -> Origin | None:
         """Where the local part of an elementwise parameter lies, or a range of it."""
         where = self.shards.elements[index]
         if where is not None and part is not None and not part.is_whole:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem, changed_parameter
+from samestep.comm.presence import RankFailure, changed_parameter
 from samestep.layout.boxes import cut_as, mesh_of, range_boxes
 from samestep.shards.replicated.reduced_gradient import ReducedGradient
 
@@ -66,7 +66,7 @@ class LocalTensors:
         held = map(self._held, range(len(self.params)))
         return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in held]
 
-    def changed(self, names: Sequence[str], group: RankGroup) -> Problem | None:
+    def changed(self, names: Sequence[str], group: RankGroup) -> RankFailure | None:
         """The first that is not what it was, and what it is now."""
         for index, (param, was) in enumerate(zip(self.params, self._were, strict=True)):
             if (param.dtype, param.device) != was:

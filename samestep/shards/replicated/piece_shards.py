@@ -18,10 +18,16 @@ from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group, rule_of
 from samestep.plan.schedule import WindowId
 from samestep.plan.sharding import Piece, ShardingPlan
-from samestep.rules.state import MatrixView, State, Whereabouts, matrix_views, whereabouts
+from samestep.rules.state import (
+    GlobalElementIndex,
+    MatrixView,
+    State,
+    global_element_index,
+    matrix_views,
+)
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_state import StatePacking, piece_shape
-from samestep.shards.windows import Unit, WindowPart, Windows
+from samestep.shards.windows import OffloadSlice, OffloadUnit, Windows
 
 if TYPE_CHECKING:
     from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
@@ -43,7 +49,7 @@ class Shard:
     value: Tensor
     is_view: bool
     state: State
-    where: Whereabouts | None
+    where: GlobalElementIndex | None
     matrices: list[MatrixView] = field(default_factory=list)
 
 
@@ -100,9 +106,9 @@ class PieceShards:
             if not shard.is_view:
                 self._held.write(piece.param, piece.elements, shard.value.reshape(-1))
 
-    def unit(self, piece: Piece) -> Unit:
+    def unit(self, piece: Piece) -> OffloadUnit:
         """The state of a piece, as what comes from the host at once."""
-        return Unit(piece, self._shards[piece].state, piece.size, piece.block is None)
+        return OffloadUnit(piece, self._shards[piece].state, piece.size, piece.block is None)
 
     def lying(self, grads: Iterable[tuple[Piece, Tensor]]) -> Iterator[Seen]:
         """Pieces with their gradients, and the state that stays on the device."""
@@ -117,7 +123,7 @@ class PieceShards:
         grads: Iterable[tuple[Piece, Tensor]],
         windows: Windows,
         window: WindowId,
-        parts: Iterable[tuple[WindowPart, State]],
+        parts: Iterable[tuple[OffloadSlice, State]],
     ) -> Iterator[Seen]:
         """The pieces of a window of state, or ranges of them, with the state that has come."""
         by_piece = dict(grads)
@@ -137,13 +143,13 @@ class PieceShards:
         value = self._held.read(piece.param, piece.elements).view(piece_shape(piece))
         return Shard(value, is_view, self._packing.views(piece, state), self._whereabouts(piece))
 
-    def _whereabouts(self, piece: Piece) -> Whereabouts | None:
+    def _whereabouts(self, piece: Piece) -> GlobalElementIndex | None:
         """Which elements of its whole parameter a piece has, if any state is rounded at random.
 
         None for a part of a block, of which the rounding is done where the block comes together.
         """
         spec = self._plan.params[piece.param]
-        where = whereabouts(spec.name, (spec.whole or spec).shape, spec.stored)
+        where = global_element_index(spec.name, (spec.whole or spec).shape, spec.stored)
         if where is None or (self._layout is not None and piece.block is not None):
             return None
         if self._layout is None:
@@ -153,7 +159,7 @@ class PieceShards:
         return where.at(held).stretch(piece.start, piece.stop)
 
     def _matrices(
-        self, piece: Piece, value: Tensor, state: State, where: Whereabouts | None
+        self, piece: Piece, value: Tensor, state: State, where: GlobalElementIndex | None
     ) -> list[MatrixView]:
         """The matrices of a piece that is a block, or all of its elements as one."""
         if piece.block is None:

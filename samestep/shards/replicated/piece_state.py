@@ -27,7 +27,7 @@ from samestep.rules.state import (
 )
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.state_store import Part, StateStore
-from samestep.shards.windows import Home
+from samestep.shards.windows import StateDevice
 
 if TYPE_CHECKING:
     from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
@@ -133,7 +133,7 @@ class PieceState:
             }
             self._of_mesh = layout.store(of_parts)
 
-    def zeros(self, home: Home) -> dict[Tensor, State]:
+    def zeros(self, home: StateDevice) -> dict[Tensor, State]:
         """What every parameter has here before the first step."""
         return {
             param: {key: home.zeros((size,), spec.stored[key].dtype) for key, size in sizes.items()}

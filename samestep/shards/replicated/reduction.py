@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.comm.collectives import Pending, add_up, gather_segments
 from samestep.comm.groups import GroupReduction, RankGroup
-from samestep.comm.presence import Problem
+from samestep.comm.presence import RankFailure
 from samestep.groups.distribution import Distribution
 from samestep.groups.pipelines import PipelineStages
 from samestep.plan.bucket_exchanges import BucketExchanges, outer_exchanges
@@ -117,7 +117,7 @@ class GradientReducer:
         self._unannounced: set[Tensor] | None = None  # see `unannounced`
         self.paused = False
         self.is_looked_at = False  # what `take` gives is taken once more
-        self.problem: Problem | None = None
+        self.problem: RankFailure | None = None
         self.sent = SentGradients(held, [spec.name for spec in plan.params], self._rank)
         # Of DTensors: what gradients were along the axes of their mesh, once there was one.
         self.kinds: list[tuple[int, ...]] = [()] * len(params)
@@ -269,7 +269,7 @@ class GradientReducer:
                     f"the gradient of {self._name(index)!r} on rank {self._rank} {error}, and the "
                     f"parameter {self._params[index].placements}: redistribute it first"  # type: ignore[attr-defined]
                 )
-                self.problem = self.problem or Problem(RuntimeError(message), index)
+                self.problem = self.problem or RankFailure(RuntimeError(message), index)
             else:
                 self.kinds[index] = kinds or self.kinds[index]
             self.sent.renew(index)  # it may have been cut
@@ -332,12 +332,12 @@ class GradientReducer:
                     f"values that are not finite ({kind}), before it was averaged with those of "
                     "other ranks"
                 )
-                self.problem = self.problem or Problem(FloatingPointError(message), index)
+                self.problem = self.problem or RankFailure(FloatingPointError(message), index)
         buffer.zero_()
 
     # --- the end of a round ------------------------------------------------------------------
 
-    def end_round(self, problem: Problem | None) -> None:
+    def end_round(self, problem: RankFailure | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
         sent = self.sent
         sent.look_for_drops()
@@ -350,7 +350,7 @@ class GradientReducer:
             elif not sent.is_taken(index) or index in sent.dropped:
                 sent.here[index] |= self._held.has_gradient(index)
 
-    def _rival(self) -> Problem | None:
+    def _rival(self) -> RankFailure | None:
         """Another optimizer that launches inside the same backward, in no common order."""
         rival = self._order.rival() if self._distribution.overlap_grad_reduce else None
         if rival is None:
@@ -363,7 +363,7 @@ class GradientReducer:
             "rules of their own), or leave overlap_grad_reduce=True out of one of them and call "
             "step() of the other first"
         )
-        return Problem(RuntimeError(message))
+        return RankFailure(RuntimeError(message))
 
     def accumulate(self) -> None:
         """Finish a round of which all is launched: keep the sums, free the gradients."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import is_nccl, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
-from samestep.comm.presence import Call, PresenceAgreement, Problem, ReplicatedHere
+from samestep.comm.presence import Call, PresenceAgreement, RankFailure, ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import describe_kernels
@@ -32,7 +32,7 @@ from samestep.shards.replicated.piece_shards import PieceShards, Seen
 from samestep.shards.replicated.piece_state import PieceState, StateEntry
 from samestep.shards.replicated.planned import ReplicatedPlan, plan_copies, refuse_levels
 from samestep.shards.replicated.reduction import GradientReducer
-from samestep.shards.windows import Unit, home_of
+from samestep.shards.windows import OffloadUnit, state_device
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ class ReplicatedParameters(Placement):
         layout = None if self.mesh is None else self.mesh.layout
         self._pieces = PieceState(self.plan, self.params, self.places, groups, layout)
         self._shards = PieceShards(self.held, self.plan, self._pieces.packing, groups, layout)
-        state = self._pieces.zeros(home_of(self.device, self.distribution.offload))
+        state = self._pieces.zeros(state_device(self.device, self.distribution.offload))
         self.refresh_masters(state)
         if self.mesh is not None:
             self.mesh.blocks.prepare(groups)
@@ -305,7 +305,7 @@ class ReplicatedParameters(Placement):
     def kept_state(self, state: Mapping[Tensor, State]) -> dict[Tensor, State]:
         """All state, where every rank keeps all: that of DTensors placed as they are."""
         assert self.keeps_all  # so nothing travels, and it comes together where it stays
-        home = home_of(self.device, self.distribution.offload)
+        home = state_device(self.device, self.distribution.offload)
         return self._pieces.kept(state, home.device)
 
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
@@ -376,7 +376,7 @@ class ReplicatedParameters(Placement):
 
     # --- the step, operation by operation ------------------------------------------------
 
-    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+    def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         if self._edits is not None and not self._edits.look():
             self._edits = None
         self.reducer.end_round(problem or self._parameter_problem())
@@ -390,9 +390,9 @@ class ReplicatedParameters(Placement):
         if self.distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
 
-    def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
+    def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
         """State by bucket, piece by piece; of blocks of which there are parts here, by chunk."""
-        found: dict[tuple[Stage, int], list[Unit]] = {}
+        found: dict[tuple[Stage, int], list[OffloadUnit]] = {}
         for number, owned in enumerate(self._owned):
             found["update", number] = [
                 self._shards.unit(piece)
@@ -412,7 +412,7 @@ class ReplicatedParameters(Placement):
         """Somebody is known to write into gradients after backward."""
         self._edits = None
 
-    def _parameter_problem(self) -> Problem | None:
+    def _parameter_problem(self) -> RankFailure | None:
         """What was done to a parameter since the plan was made."""
         problem = self.held.changed(self._names, self.group)
         if problem is None and self._flat is not None:
@@ -492,10 +492,10 @@ class ReplicatedParameters(Placement):
                 assert self.mesh is not None
                 self.mesh.blocks.exchange.run(operation, maths, self.chunk_arrived(operation))
 
-    def meet(self, call: Call, problem: Problem | None) -> None:
+    def meet(self, call: Call, problem: RankFailure | None) -> None:
         self._presence.meet(call, problem)
 
-    def agree(self, problem: Problem | None) -> None:
+    def agree(self, problem: RankFailure | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()

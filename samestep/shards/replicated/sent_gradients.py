@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from samestep.comm.presence import Drops, Problem
+from samestep.comm.presence import Drops, RankFailure
 from samestep.groups.gradient_writes import Look, look
 from samestep.groups.mistakes import EDITS_LOOKED_FOR
 from samestep.layout.boxes import clone_in_place
@@ -181,7 +181,7 @@ class SentGradients:
 
     # --- gradients that were edited --------------------------------------------------------
 
-    def changed(self) -> Problem | None:
+    def changed(self) -> RankFailure | None:
         """A gradient that was edited after it was packed would count in silence."""
         for index, param in enumerate(self._params):
             if type(param.grad) is ReducedGradient and index not in self._counted:
@@ -190,7 +190,7 @@ class SentGradients:
                     "another step or by another optimizer, and is not there any more: call "
                     "zero_grad() and backward() anew"
                 )
-                return Problem(RuntimeError(message), index)
+                return RankFailure(RuntimeError(message), index)
         for index, taken in self._looks.items():
             if index not in self._counted or taken is None:
                 continue
@@ -207,5 +207,5 @@ class SentGradients:
                 "max_grad_norm= to clip, or build the optimizer with overlap_grad_reduce=False to "
                 "edit gradients"
             )
-            return Problem(RuntimeError(message), index)
+            return RankFailure(RuntimeError(message), index)
         return None

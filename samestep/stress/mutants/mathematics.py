@@ -13,7 +13,7 @@ from samestep.optimizer import saved_state, step
 from samestep.optimizer.grad_scaler import GradScaler
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
-from samestep.rules.state import Whereabouts
+from samestep.rules.state import GlobalElementIndex
 from samestep.shards.replicated.reduction import GradientReducer
 from samestep.stress.mutants.mutant import RANDOM, mutant
 from samestep.stress.scenarios.recipes import SMALL_TOO
@@ -175,7 +175,7 @@ def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) ->
 def overflow_taken(original: Any, self: Any, operation: Any) -> None:
     """a step with inf or NaN is taken, and momentum never recovers"""
     original(self, operation)
-    self._verdict = step.Verdict()
+    self._decision = step.ClipDecision()
 
 
 @mutant("state", "clipped", replaces=(step, "square_sum"))
@@ -200,8 +200,8 @@ def scale_never_backs_off(
 # --- state in fewer bits: bits that belong to no element, halves that are lost -----------------
 
 
-@mutant("layouts", "small_state_8bit", steps=3, replaces=(Whereabouts, "origin"))
-def random_bits_of_the_place_on_a_rank(original: Any, self: Whereabouts) -> Any:
+@mutant("layouts", "small_state_8bit", steps=3, replaces=(GlobalElementIndex, "origin"))
+def random_bits_of_the_place_on_a_rank(original: Any, self: GlobalElementIndex) -> Any:
     """moments are rounded by bits of an element's place on its rank, so that layouts differ"""
     here = torch.empty(self.elements.shape, device="meta")
     return original(self)._replace(offset=0, strides=here.stride())

@@ -14,7 +14,7 @@ from samestep.comm.integrity.checksum import text_checksum
 from samestep.comm.presence import (
     Call,
     PresenceAgreement,
-    Problem,
+    RankFailure,
     RankProblemError,
     ReplicatedHere,
     _codes_of,
@@ -106,7 +106,7 @@ def test_numbers_that_only_a_device_knows():
 def test_a_gpu_tells_of_swapped_parameters_in_a_later_step(read_later):
     """The rank that has swapped them has known at once, from the same numbers."""
     error = RuntimeError("'second' was replaced")
-    other, code = _codes_of(Problem(error, swapped=("second",)), 6, ["first", "second"])
+    other, code = _codes_of(RankFailure(error, swapped=("second",)), 6, ["first", "second"])
     assert other == 0
     mine = _codes_of(None, 4)
     agreement = read_later([[True, True]] * 2, [max(other, mine[0]), max(code, mine[1]) << 1])

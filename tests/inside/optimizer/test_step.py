@@ -6,15 +6,15 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.optimizer.step import StepRunner, Verdict
+from samestep.optimizer.step import ClipDecision, StepRunner
 
 
 def test_each_device_is_told_of_the_step_where_it_is(monkeypatch):
     """A kernel reads the factor of clipping by its address, which another device cannot."""
     params = [nn.Parameter(torch.ones(6, 4, device=device)) for device in ("cpu", "meta")]
     optimizer = samestep.Muon(params, max_grad_norm=1.0)
-    verdict = Verdict(torch.tensor(0.5), torch.tensor(True))
-    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: setattr(self, "_verdict", verdict))
+    decision = ClipDecision(torch.tensor(0.5), torch.tensor(True))
+    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: setattr(self, "_decision", decision))
     told = {}
 
     def look(self, device, index, members):

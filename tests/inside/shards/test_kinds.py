@@ -194,7 +194,7 @@ def on_a_rank(rank, folder):
         return gradient(step, rank, index, param)
 
     model, optimizer = new_training()
-    kinds = [type(placed).__name__ for placed in optimizer.holdings.placed]
+    kinds = [type(placed).__name__ for placed in optimizer.plan.placed]
     assert kinds == ["KeptByFirst", "ReplicatedParameters"]
     train(model, optimizer, range(4), own)
     assert samestep.stress.check(model, optimizer) == []

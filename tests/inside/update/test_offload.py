@@ -9,7 +9,7 @@ from torch import nn
 import samestep
 from samestep.plan import windows
 from samestep.plan.windows import GRAIN, TensorSize, UnitSize
-from samestep.shards.windows import home_of
+from samestep.shards.windows import state_device
 from samestep.update.offload import LateCopies
 from tests.test_offload import _small_windows, assert_same, build, train  # noqa: F401
 
@@ -86,4 +86,4 @@ def test_what_cannot_run_is_refused():
     with pytest.raises(
         ValueError, match="is for parameters on a CUDA GPU, and there is one on xla"
     ):
-        home_of(torch.device("xla"), "state")
+        state_device(torch.device("xla"), "state")

@@ -1,4 +1,4 @@
-"""What an optimizer holds, and with whom: its ranks, the blocks of its parameters, its plans.
+"""What an optimizer plan, and with whom: its ranks, the blocks of its parameters, its plans.
 
 `RuleOptimizer` has what users ask for; here is what was decided for the groups at hand, and how it
 follows when parameters come later or are swapped. Groups and state stay with the optimizer, as
@@ -18,7 +18,7 @@ from samestep.comm.collectives import maximum
 from samestep.comm.diagnosis import watch
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows
-from samestep.comm.presence import Call, JointCall, Problem, agree_among
+from samestep.comm.presence import Call, JointCall, RankFailure, agree_among
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks, in_several_places
 from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 States = dict[Tensor, State]
 
 
-class Holdings:
+class OptimizerPlan:
     """The ranks, blocks and placements of one optimizer.
 
     ranks: those that share its work; None: this process alone. outer: ranks that hold copies of
@@ -136,7 +136,7 @@ class Holdings:
 
     # --- plans and state ---------------------------------------------------------------------
 
-    def plan(self, index: int, group: Group) -> None:
+    def plan_group(self, index: int, group: Group) -> None:
         """Cut the parameters of a group into blocks and remember what that depended on."""
         cut = blocks_of_group(group, parameter_names(group, index))
         self.blocks.update(zip(group["params"], cut, strict=True))
@@ -281,7 +281,7 @@ class Holdings:
         self, groups: Sequence[Group], state: States, ready: Callable[[], None] = lambda: None
     ) -> None:
         for index, group in enumerate(groups):
-            self.plan(index, group)
+            self.plan_group(index, group)
         ready()
         self.share(range(len(groups)), groups, state)
         if self.ranks is None:
@@ -489,7 +489,7 @@ def joint_call(name: str, params: Any, options: Mapping[str, Any]) -> JointCall:
     alone = options.get("grads") == "reduced" and any(mesh_of(param) is not None for param in own)
     device = own[0].device if own else torch.device("cpu")
 
-    def agree(problem: Problem | None) -> None:
+    def agree(problem: RankFailure | None) -> None:
         shares = not alone and options.get("deferred") is not True  # any other value is an error
         found = _ranks_of_plans(params, options) if shares else []
         agree_among(found, Call(name), problem, device)

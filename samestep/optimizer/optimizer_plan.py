@@ -1,4 +1,4 @@
-"""What an optimizer plan, and with whom: its ranks, the blocks of its parameters, its plans.
+"""The plan of an optimizer: its ranks, the blocks of its parameters, its plans.
 
 `RuleOptimizer` has what users ask for; here is what was decided for the groups at hand, and how it
 follows when parameters come later or are swapped. Groups and state stay with the optimizer, as

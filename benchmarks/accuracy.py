@@ -18,10 +18,10 @@ from torch import Tensor
 from benchmarks import write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
-from samestep.bench.gpu.measure import our_reference, polynomial
-from samestep.bench.gpu.options import make_importable, peer
-from samestep.bench.gpu.report import describe
-from samestep.bench.orthogonalize import Function
+from samestep.lab.bench.gpu.measure import our_reference, polynomial
+from samestep.lab.bench.gpu.options import make_importable, peer
+from samestep.lab.bench.gpu.report import describe
+from samestep.lab.bench.orthogonalize import Function
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize
 
 SHAPES: tuple[Shape, ...] = ((6, 12), (64, 64), (128, 128), (128, 512), (256, 1024))

@@ -18,7 +18,7 @@ import tyro
 import samestep
 from benchmarks import batch, gpt_config, heading, load_line, timed, write_json
 from examples.gpt import GPT
-from samestep.bench.gpu.report import Screen
+from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.stress import check
 from samestep.tooling.output import check_folder

@@ -23,8 +23,8 @@ from torch import nn
 
 import samestep
 from benchmarks import VERSIONS, write_json
-from samestep.bench.gpu.measure import settle
-from samestep.bench.step_contestants import make_parameters
+from samestep.lab.bench.gpu.measure import settle
+from samestep.lab.bench.step_contestants import make_parameters
 from samestep.models.parameter_sets import SETS
 from samestep.optimizer.assumptions import REGISTER
 

@@ -25,9 +25,9 @@ from torch import nn
 import samestep
 from benchmarks import slowest, timed, write_json
 from benchmarks.cpu_step import gpt_parameters
-from samestep.bench.gpu.report import Screen
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
+from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 
 BARS = {"with checksums": 0.65, "without checksums": 0.9, "extra memory": 0.1, "blocked": 0.1}

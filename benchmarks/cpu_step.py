@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import samestep
 from benchmarks import heading, write_json
-from samestep.bench.gpu.measure import take_turn
-from samestep.bench.gpu.report import Screen
-from samestep.bench.step_contestants import with_gradients
+from samestep.lab.bench.gpu.measure import take_turn
+from samestep.lab.bench.gpu.report import Screen
+from samestep.lab.bench.step_contestants import with_gradients
 from samestep.models.parameter_sets import gpt
 from samestep.rules.orthogonalize import orthogonalize_flops
 

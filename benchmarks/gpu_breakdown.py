@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import samestep
 from benchmarks import gpt_config
-from samestep.bench.gpu.measure import measure_ceilings, settle
-from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU
+from samestep.lab.bench.gpu.measure import measure_ceilings, settle
+from samestep.lab.bench.gpu.report import Screen, heading, leave, number
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import gpt
 from samestep.plan.links import LEAST_ELEMENTS

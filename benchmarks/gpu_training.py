@@ -20,12 +20,19 @@ from torch import Tensor, nn
 
 import samestep
 from benchmarks import gpt_config
-from samestep.bench.client.llama import set_rate
-from samestep.bench.client.report import final_losses, outcome, spread
-from samestep.bench.client.training import Batches, Client, ClientOptions, Race, Training, median_of
-from samestep.bench.gpu.measure import measure_ceilings
-from samestep.bench.gpu.options import Contestant, device_of
-from samestep.bench.gpu.report import Screen, heading, leave, number
+from samestep.lab.bench.client.llama import set_rate
+from samestep.lab.bench.client.report import final_losses, outcome, spread
+from samestep.lab.bench.client.training import (
+    Batches,
+    Client,
+    ClientOptions,
+    Race,
+    Training,
+    median_of,
+)
+from samestep.lab.bench.gpu.measure import measure_ceilings
+from samestep.lab.bench.gpu.options import Contestant, device_of
+from samestep.lab.bench.gpu.report import Screen, heading, leave, number
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
 from samestep.train.corpus import Corpus, load_corpus

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import samestep
 from benchmarks import gpt_config, heading, write_json
-from samestep.bench.gpu.measure import give_back_memory, settle
-from samestep.estimate.blueprint import blueprint
-from samestep.estimate.grid import one_axis
-from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.lab.bench.gpu.measure import give_back_memory, settle
+from samestep.lab.estimate.blueprint import blueprint
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.memory import RankMemory, rank_memory
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS
 from samestep.train.corpus import Order, load_corpus, windows

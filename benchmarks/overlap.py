@@ -25,7 +25,7 @@ from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
 from examples.gpt import GPT, GPTConfig
-from samestep.bench.gpu.report import Screen
+from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.tooling.output import check_folder, json_file, write_files
 

@@ -30,15 +30,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.collectives import Collective, seconds_of
-from samestep.estimate.grid import Grid, Peers, per_peer
-from samestep.estimate.hardware import Hardware
-from samestep.estimate.model import Model, is_expert
-from samestep.estimate.scaling import Point
-from samestep.estimate.training import Training
-from samestep.estimate.work import piece_cost
 from samestep.groups.param_groups import rule_of
+from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.collectives import Collective, seconds_of
+from samestep.lab.estimate.grid import Grid, Peers, per_peer
+from samestep.lab.estimate.hardware import Hardware
+from samestep.lab.estimate.model import Model, is_expert
+from samestep.lab.estimate.scaling import Point
+from samestep.lab.estimate.training import Training
+from samestep.lab.estimate.work import piece_cost
 from samestep.plan.transfers import Traffic, Transfer, of_segments
 
 DTYPE = torch.bfloat16

@@ -21,21 +21,21 @@ import tyro
 import samestep
 from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
-from samestep.estimate.activations import Batch
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.figures import stage_figures
-from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import PRESETS, Hardware
-from samestep.estimate.memory import kept_memory
-from samestep.estimate.model import load_model
-from samestep.estimate.pictures import gantt
-from samestep.estimate.timeline import Timeline, chrome_trace, simulate
-from samestep.estimate.training import Training, training_of
+from samestep.lab.estimate.activations import Batch
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.figures import stage_figures
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.hardware import PRESETS, Hardware
+from samestep.lab.estimate.memory import kept_memory
+from samestep.lab.estimate.model import load_model
+from samestep.lab.estimate.pictures import gantt
+from samestep.lab.estimate.timeline import Timeline, chrome_trace, simulate
+from samestep.lab.estimate.training import Training, training_of
+from samestep.lab.stress.models import Matrices
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link
-from samestep.stress.models import Matrices
 from samestep.tooling.output import write_files
 
 CUDA = torch.device("cuda")

@@ -25,13 +25,13 @@ import tyro
 import samestep
 from benchmarks import slowest, write_json
 from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
-from samestep.bench.gpu.report import Screen
-from samestep.estimate.blueprint import blueprint
-from samestep.estimate.calibration import Measured, hardware, measure
-from samestep.estimate.decoder import Decoder, Shape
-from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import Hardware, hardware_as_json
-from samestep.estimate.timeline import simulate
+from samestep.lab.bench.gpu.report import Screen
+from samestep.lab.estimate.blueprint import blueprint
+from samestep.lab.estimate.calibration import Measured, hardware, measure
+from samestep.lab.estimate.decoder import Decoder, Shape
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.hardware import Hardware, hardware_as_json
+from samestep.lab.estimate.timeline import simulate
 from samestep.launch.forked import run_forked
 from samestep.plan.links import Fabric, Link
 from samestep.tooling.output import check_folder

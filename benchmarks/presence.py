@@ -9,9 +9,9 @@ import torch
 import tyro
 
 from benchmarks import heading, timed, write_json
-from samestep.bench.gpu.report import Screen
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
+from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.tooling.output import check_folder
 

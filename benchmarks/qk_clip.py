@@ -23,8 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import samestep
 from benchmarks import write_json
 from benchmarks.small_state import where
-from samestep.bench.gpu.measure import in_turn, settle, take_turn, times_of
-from samestep.bench.gpu.options import device_of
+from samestep.lab.bench.gpu.measure import in_turn, settle, take_turn, times_of
+from samestep.lab.bench.gpu.options import device_of
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.qk_clip import QKClip, QKHeads, largest_logits, logits
 from samestep.tooling.output import check_folder

@@ -22,18 +22,18 @@ import tyro
 
 from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
-from samestep.estimate.activations import Batch
-from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.hardware import PRESETS, Hardware, hardware_as_json
-from samestep.estimate.model import Model, load_model
-from samestep.estimate.pictures import scaling_picture
-from samestep.estimate.placed import Placed
-from samestep.estimate.scaling import RANKS, Point, as_json, numbers_of_ranks, point_of
-from samestep.estimate.timeline import simulate
-from samestep.estimate.training import training_of
+from samestep.lab.estimate.activations import Batch
+from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.hardware import PRESETS, Hardware, hardware_as_json
+from samestep.lab.estimate.model import Model, load_model
+from samestep.lab.estimate.pictures import scaling_picture
+from samestep.lab.estimate.placed import Placed
+from samestep.lab.estimate.scaling import RANKS, Point, as_json, numbers_of_ranks, point_of
+from samestep.lab.estimate.timeline import simulate
+from samestep.lab.estimate.training import training_of
+from samestep.lab.stress.report.numbers import duration, size
 from samestep.mesh.degrees import Degrees
-from samestep.stress.report.numbers import duration, size
 from samestep.tooling.output import json_file, write_files
 
 TOKENS = 4096  # of a rank; strong scaling divides those of the fewest ranks

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 import samestep
 from benchmarks import gpu_training, write_json
-from samestep.bench.client.llama import set_rate
-from samestep.bench.client.report import spread
-from samestep.bench.client.training import LAST, Batches
-from samestep.bench.gpu.measure import in_turn, settle, take_turn, times_of
-from samestep.bench.gpu.options import device_of
-from samestep.bench.step_contestants import with_gradients
+from samestep.lab.bench.client.llama import set_rate
+from samestep.lab.bench.client.report import spread
+from samestep.lab.bench.client.training import LAST, Batches
+from samestep.lab.bench.gpu.measure import in_turn, settle, take_turn, times_of
+from samestep.lab.bench.gpu.options import device_of
+from samestep.lab.bench.step_contestants import with_gradients
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS, count, gpt
 from samestep.tooling.output import check_folder

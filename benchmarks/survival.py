@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks import write_json
 from benchmarks.hard_blocks import KINDS, Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
-from samestep.bench.gpu.report import describe
+from samestep.lab.bench.gpu.report import describe
 from samestep.rules.basin import FEW_ROWS, TOLERANCE, Coefficients, as_table, basin_of
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,

@@ -32,11 +32,11 @@ from benchmarks import run_script, write_json
 from benchmarks.namespaces import cards, cut_the_link, end, require_hosts, torchrun
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
+from samestep.lab.stress.scenarios.hybrid import HybridGPT
 from samestep.mesh import build
 from samestep.models.gpt import GPTConfig, mean_loss
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
-from samestep.stress.scenarios.hybrid import HybridGPT
 from samestep.tooling.output import check_folder, write_files
 
 Told = dict[str, Any]

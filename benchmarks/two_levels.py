@@ -31,16 +31,16 @@ import samestep
 from benchmarks import run_script, slowest, write_json
 from benchmarks.namespaces import bytes_to_other_hosts, cards, end, require_hosts, start_on_card
 from benchmarks.plan_time import MODELS, SIDES
-from samestep.bench.gpu.report import Screen
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
-from samestep.estimate.blueprint import blueprint
-from samestep.estimate.calibration import Measured, hardware, measure
-from samestep.estimate.decoder import Decoder
-from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import Hardware
-from samestep.estimate.timeline import simulate
+from samestep.lab.bench.gpu.report import Screen
+from samestep.lab.estimate.blueprint import blueprint
+from samestep.lab.estimate.calibration import Measured, hardware, measure
+from samestep.lab.estimate.decoder import Decoder
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.hardware import Hardware
+from samestep.lab.estimate.timeline import simulate
 from samestep.plan.links import CPU_LINKS, Link
 from samestep.tooling.output import check_folder
 

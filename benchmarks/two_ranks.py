@@ -26,7 +26,7 @@ import samestep
 from benchmarks import batch, gpt_config, heading, load_line, write_json
 from benchmarks.cpu_step import Twin
 from examples.gpt import GPT
-from samestep.bench.gpu.report import Screen
+from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.models.gpt import mean_loss
 from samestep.tooling.output import check_folder

@@ -39,7 +39,7 @@ GROUPS = {
 COMMANDS = {
     "stress": Command(
         "does every rank take the same step, in every layout? And would drift be found?",
-        "samestep.stress.command",
+        "samestep.lab.stress.command",
     ),
     "train": Command(
         "a small GPT in any layout, with checkpoints that any other can go on from",
@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "how much memory, traffic and time will a model need on a cluster?",
-        "samestep.estimate.command",
+        "samestep.lab.estimate.command",
     ),
     "recipes": Command(
         "which weights of known architectures are fused, stacked or gates",
@@ -63,23 +63,23 @@ COMMANDS = {
     ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
-        "samestep.bench.crossover",
+        "samestep.lab.bench.crossover",
     ),
     "bench step": Command(
         "how long does an optimizer step take on this GPU, against peers and the floor?",
-        "samestep.bench.step",
+        "samestep.lab.bench.step",
     ),
     "bench orthogonalize": Command(
         "the same for the orthogonalization alone, shape by shape",
-        "samestep.bench.orthogonalize",
+        "samestep.lab.bench.orthogonalize",
     ),
     "bench client nanochat": Command(
         "does nanochat's model train as well with ours as with its own, and faster?",
-        "samestep.bench.client.nanochat",
+        "samestep.lab.bench.client.nanochat",
     ),
     "bench client llama": Command(
         "the same for a Llama in bfloat16 with main weights, against torch's AdamW and dion",
-        "samestep.bench.client.llama",
+        "samestep.lab.bench.client.llama",
     ),
     "inspect": Command(
         "what is in a checkpoint, and is every bit of it right?",

@@ -46,8 +46,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import samestep
 from samestep.fsdp import take_part, use_ordered_reduction
+from samestep.lab.stress.reference import NORM_FACTORS, Reference
 from samestep.launch import RanksFailed
-from samestep.stress.reference import NORM_FACTORS, Reference
 from tests.limits import limit
 from tests.ranks import run_forked
 

@@ -18,11 +18,11 @@ from typing import Any, get_args, get_type_hints
 
 import samestep
 from samestep import cli, presets
+from samestep.lab.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
+from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS
+from samestep.lab.stress.scenarios import SCENARIOS
 from samestep.recipes import RECIPES
 from samestep.rules import RULES
-from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
-from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
-from samestep.stress.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent
 LISTED = ROOT / "tests" / "inventory.json"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from samestep.stress.judge import fingerprint
-from samestep.stress.rank import Sample
+from samestep.lab.stress.judge import fingerprint
+from samestep.lab.stress.rank import Sample
 from tests.bits import compare, differences
 
 

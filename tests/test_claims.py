@@ -9,10 +9,10 @@ from statistics import geometric_mean, mean
 
 import pytest
 
-from samestep.stress.layouts import LAYOUTS
-from samestep.stress.matrix import table
-from samestep.stress.mutants import MUTANTS
-from samestep.stress.scenarios import SCENARIOS
+from samestep.lab.stress.layouts import LAYOUTS
+from samestep.lab.stress.matrix import table
+from samestep.lab.stress.mutants import MUTANTS
+from samestep.lab.stress.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent
 SOAKS = ("soak_2", "soak_3", "soak_4", "soak_8")

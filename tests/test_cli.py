@@ -15,7 +15,7 @@ import pytest
 
 import samestep
 from samestep import cli
-from samestep.bench import crossover as command
+from samestep.lab.bench import crossover as command
 from tests.limits import HANG
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -89,7 +89,7 @@ def test_options_that_do_not_parse(capsys, arguments):
 @pytest.mark.parametrize("missing", ["tyro", "rich", "matplotlib"])
 def test_missing_extras_are_named(capsys, monkeypatch, missing):
     for name in list(sys.modules):
-        if name.startswith(("samestep.bench.", "samestep.tooling.", f"{missing}.")):
+        if name.startswith(("samestep.lab.bench.", "samestep.tooling.", f"{missing}.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     assert cli.main(["bench", "crossover"]) == 2
@@ -142,7 +142,7 @@ for name in ("AdamW", "FlightRecorder", "GradScaler", "Muon", "MuonAdamW", "Rule
 new = sorted(name for name in set(sys.modules) - before if not name.startswith("samestep"))
 assert not new, f"importing takes longer than torch by {new}"
 assert "torch._dynamo" not in sys.modules, "importing takes twice as long"
-import samestep.launch.forked, samestep.bench.gpu.measure
+import samestep.launch.forked, samestep.lab.bench.gpu.measure
 sys.argv[1:] = ["--help"]
 runpy.run_module("samestep", run_name="__main__")
 """

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import samestep
 from samestep.fsdp import use_ordered_reduction
-from samestep.stress.reference import Reference
+from samestep.lab.stress.reference import Reference
 from tests.gpu import needs_gpu
 from tests.ranks import run_forked
 

@@ -574,7 +574,7 @@ REGISTER: tuple[Assumption, ...] = (
         "equal ever after",
         "Ranks change parameters and state in step() alone, or all of them in the same way.",
         _other_ranks,
-        "samestep.stress.check:check",
+        "samestep.lab.stress.check:check",
         "where you call samestep.stress.check",
         "a checksum of every parameter and one all-reduce of a few bytes",
     ),
@@ -583,7 +583,7 @@ REGISTER: tuple[Assumption, ...] = (
         "Ranks that hold copies of a DTensor outside of its mesh see the same data, as along a "
         "tensor parallel axis, and so have the same gradients: nobody averages them.",
         _outside_of_meshes,
-        "samestep.stress.outside_copies:OutsideCopies.drifts",
+        "samestep.lab.stress.outside_copies:OutsideCopies.drifts",
         "where you call samestep.stress.check",
         "a checksum of what is held, and 128 bytes from every rank",
     ),

@@ -1,8 +1,8 @@
-"""The stress harness: proves on the user's machine that every rank takes the same step.
+"""The check of a training loop that every rank has the same: `samestep.stress.check`.
 
-`check` is its smallest part, for use inside a training loop.
+The harness, its command and everything else of it are in `samestep.lab.stress`.
 """
 
-from samestep.stress.check import Drift, DriftError, check
+from samestep.lab.stress.check import Drift, DriftError, check
 
 __all__ = ["Drift", "DriftError", "check"]

@@ -11,10 +11,10 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.bench.client import llama, nanochat, report
-from samestep.bench.client.llama import Llama, LlamaShape
-from samestep.bench.client.training import Batches, Contestant, NotFinite, Training
-from samestep.bench.gpu import report as gpu_report
+from samestep.lab.bench.client import llama, nanochat, report
+from samestep.lab.bench.client.llama import Llama, LlamaShape
+from samestep.lab.bench.client.training import Batches, Contestant, NotFinite, Training
+from samestep.lab.bench.gpu import report as gpu_report
 from samestep.train.corpus import load_file
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 import samestep
 from samestep import cli
-from samestep.bench import crossover as command
-from samestep.bench import crossover as measure
-from samestep.bench.crossover import Way, cells, verdict_text
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, crossover_of, read_crossover
 from samestep.groups.distribution import Distribution
+from samestep.lab.bench import crossover as command
+from samestep.lab.bench import crossover as measure
+from samestep.lab.bench.crossover import Way, cells, verdict_text
 from tests.ranks import free_port, run_forked, run_threaded
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")

@@ -12,18 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import bench, cli
-from samestep.bench import orthogonalize, step, step_contestants
-from samestep.bench.gpu import measure, report
-from samestep.bench.gpu.measure import Ceilings, kernels, reason, take_turn, times_of
-from samestep.bench.gpu.options import make_importable, peer, revisions
-from samestep.bench.orthogonalize import CONTESTANTS as FUNCTIONS
-from samestep.bench.orthogonalize import Measurement, Shape
-from samestep.bench.orthogonalize import Result as FunctionResult
-from samestep.bench.step import verdicts
-from samestep.bench.step_contestants import as_matrices, make_parameters
-from samestep.estimate.work import Floor, least_flops, step_floor
+from samestep import cli
 from samestep.kernels import choice
+from samestep.lab import bench
+from samestep.lab.bench import orthogonalize, step, step_contestants
+from samestep.lab.bench.gpu import measure, report
+from samestep.lab.bench.gpu.measure import Ceilings, kernels, reason, take_turn, times_of
+from samestep.lab.bench.gpu.options import make_importable, peer, revisions
+from samestep.lab.bench.orthogonalize import CONTESTANTS as FUNCTIONS
+from samestep.lab.bench.orthogonalize import Measurement, Shape
+from samestep.lab.bench.orthogonalize import Result as FunctionResult
+from samestep.lab.bench.step import verdicts
+from samestep.lab.bench.step_contestants import as_matrices, make_parameters
+from samestep.lab.estimate.work import Floor, least_flops, step_floor
 from samestep.models.parameter_sets import SETS, count
 from tests.ranks import run_forked
 
@@ -118,13 +119,13 @@ def test_scripts_need_torch_alone(name):
     def job(_rank):
         for package in ("gpu", "step", "step_contestants", "orthogonalize"):
             delattr(bench, package)
-            inside = f"samestep.bench.{package}."
+            inside = f"samestep.lab.bench.{package}."
             for module in [each for each in sys.modules if f"{each}.".startswith(inside)]:
                 del sys.modules[module]
         sys.modules.update(dict.fromkeys(cli.EXTRAS))
         sys.argv = [name, "--help"]
         with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as ended:
-            runpy.run_module(f"samestep.bench.{name}", run_name="__main__")
+            runpy.run_module(f"samestep.lab.bench.{name}", run_name="__main__")
         return ended.value.code, shown.getvalue()
 
     [(status, shown)] = run_forked(1, job)

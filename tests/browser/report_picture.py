@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from samestep.stress.report import render
+from samestep.lab.stress.report import render
 from tests.browser.chromium import open_page
 
 ROOT = Path(__file__).parents[2]

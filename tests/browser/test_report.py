@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from samestep.stress.report import render
+from samestep.lab.stress.report import render
 from tests.browser.chromium import open_page
 from tests.stress.example_receipt import EXAMPLES
 

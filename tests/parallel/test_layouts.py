@@ -6,11 +6,11 @@ from functools import reduce
 import pytest
 import torch
 
+from samestep.lab.stress import matrix
+from samestep.lab.stress.matrix import Case, Outcome, reference, run_rank
 from samestep.models.gpt import GPTConfig
 from samestep.parallel import data, tensor
 from samestep.parallel.replicas import ReplicasDifferError, check_replicas
-from samestep.stress import matrix
-from samestep.stress.matrix import Case, Outcome, reference, run_rank
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 

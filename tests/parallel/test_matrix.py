@@ -3,9 +3,9 @@
 import json
 from dataclasses import asdict
 
+from samestep.lab.stress import matrix
+from samestep.lab.stress.matrix import Options, Outcome, cases, table
 from samestep.mesh import Degrees
-from samestep.stress import matrix
-from samestep.stress.matrix import Options, Outcome, cases, table
 
 ROW = {"ranks": 2, "verdict": "pass", "why": []}
 

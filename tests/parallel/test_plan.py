@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from samestep.lab.stress.scenarios.hybrid import FusedQKVCut
 from samestep.mesh import build
 from samestep.mesh.replicate_list import ReplicateListError, ShardRule
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.apply import apply, shard_rules
 from samestep.parallel.plan import Plan, PlanError, name_matches
 from samestep.parallel.replicas import ReplicasDifferError
-from samestep.stress.scenarios.hybrid import FusedQKVCut
 from tests.ranks import run_forked
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 1, "heads": 4, "kv_heads": 2}

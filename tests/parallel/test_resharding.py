@@ -4,10 +4,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import samestep
+from samestep.lab.stress.matrix import Case, mean_loss, new_model, optimizer_keywords, tokens_of
 from samestep.mesh import build
 from samestep.models.gpt import GPTConfig, gpt_plan
 from samestep.parallel.stack import Stack
-from samestep.stress.matrix import Case, mean_loss, new_model, optimizer_keywords, tokens_of
 from tests.checkpoint.training import spoil
 from tests.ranks import run_forked
 from tests.soak import SOAK, twin

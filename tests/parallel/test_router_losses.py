@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from samestep.lab.stress.matrix import Case
 from samestep.mesh import build
 from samestep.models.gpt import GPT, GPTConfig, MixtureOfExperts, gpt_plan, mean_loss
 from samestep.parallel import router_losses, tensor
 from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.router_losses import RouterLosses
 from samestep.parallel.stack import Stack
-from samestep.stress.matrix import Case
 from tests.parallel.test_layouts import EXPERTS, SP, failures, prove_all
 from tests.ranks import run_forked
 from tests.soak import SOAK

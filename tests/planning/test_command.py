@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.estimate import configs
+from samestep.lab.estimate import configs
 from tests.soak import twin
 
 FACTORY = """

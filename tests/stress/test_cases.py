@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 
+from samestep.lab.stress import ranks
+from samestep.lab.stress.campaign import Campaign
+from samestep.lab.stress.layouts import LAYOUTS, Layout, register
+from samestep.lab.stress.rank import Case
+from samestep.lab.stress.ranks import ForkedRanks
+from samestep.lab.stress.scenarios import SCENARIOS
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.stress import ranks
-from samestep.stress.campaign import Campaign
-from samestep.stress.layouts import LAYOUTS, Layout, register
-from samestep.stress.rank import Case
-from samestep.stress.ranks import ForkedRanks
-from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG, TEST, limit
 from tests.soak import SOAK
 

@@ -20,17 +20,17 @@ from rich.console import Console
 
 import samestep
 from samestep import cli
-from samestep.stress import command
-from samestep.stress.campaign import CaseResult, MutantResult, Stopped, stopped_once
-from samestep.stress.command import Display, Session, left_out, results_table
-from samestep.stress.judge import Finding
-from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS
-from samestep.stress.mutants import MUTANTS
-from samestep.stress.options import Options, own_model
-from samestep.stress.rank import Case, Ending
-from samestep.stress.ranks import TorchrunRanks
-from samestep.stress.receipt import check_receipt
-from samestep.stress.scenarios import EVERY_SCENARIO
+from samestep.lab.stress import command
+from samestep.lab.stress.campaign import CaseResult, MutantResult, Stopped, stopped_once
+from samestep.lab.stress.command import Display, Session, left_out, results_table
+from samestep.lab.stress.judge import Finding
+from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUTS
+from samestep.lab.stress.mutants import MUTANTS
+from samestep.lab.stress.options import Options, own_model
+from samestep.lab.stress.rank import Case, Ending
+from samestep.lab.stress.ranks import TorchrunRanks
+from samestep.lab.stress.receipt import check_receipt
+from samestep.lab.stress.scenarios import EVERY_SCENARIO
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, free_port, run_forked
 from tests.soak import SOAK, some

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 from rich.console import Console
 
-from samestep.stress.compare import Change, changes_table, compare, read_receipt
+from samestep.lab.stress.compare import Change, changes_table, compare, read_receipt
 from tests.stress.example_receipt import (
     EXAMPLES,
     case_of,

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from samestep.stress.command import Session
-from samestep.stress.dtensor_training import KINDS, share_out
-from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, table_of_copies
-from samestep.stress.options import Options
-from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS
-from samestep.stress.sharded_training import new_training
+from samestep.lab.stress.command import Session
+from samestep.lab.stress.dtensor_training import KINDS, share_out
+from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, table_of_copies
+from samestep.lab.stress.options import Options
+from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS
+from samestep.lab.stress.sharded_training import new_training
 from samestep.tooling.request import BadRequestError
 from tests.ranks import run_forked
 from tests.soak import SOAK

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.stress.campaign import Campaign
-from samestep.stress.rank import Case
-from samestep.stress.ranks import ForkedRanks
+from samestep.lab.stress.campaign import Campaign
+from samestep.lab.stress.rank import Case
+from samestep.lab.stress.ranks import ForkedRanks
 from tests.gpu import needs_gpu
 from tests.limits import HANG
 

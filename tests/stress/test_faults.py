@@ -10,13 +10,21 @@ from typing import ClassVar
 import pytest
 
 from samestep import cli
-from samestep.stress import faults
-from samestep.stress.faults import FAULTS, LAYOUTS, Asked, FaultResult, Report, cases, run_faults
+from samestep.lab.stress import faults
+from samestep.lab.stress.faults import (
+    FAULTS,
+    LAYOUTS,
+    Asked,
+    FaultResult,
+    Report,
+    cases,
+    run_faults,
+)
 from tests.limits import limit
 from tests.ranks import run_forked
 
 # What every rank would import for itself.
-MODULES = ["samestep.stress.faults", "torch._dynamo", "pytest"]
+MODULES = ["samestep.lab.stress.faults", "torch._dynamo", "pytest"]
 
 
 def kill_and_raise(rank: int, folder: str) -> list[FaultResult]:
@@ -117,7 +125,7 @@ def test_receipt_has_every_message(tmp_path, monkeypatch, capsys) -> None:
         for each in asked:
             on_result(FaultResult(each.fault, each.layout, 2, "gloo", 10.0, True, [report]))
 
-    monkeypatch.setattr("samestep.stress.command.run_faults", one)
+    monkeypatch.setattr("samestep.lab.stress.command.run_faults", one)
     assert cli.main(["stress", "--faults", "--layout", "zero2", "--out", str(tmp_path)]) == 0
     receipt = json.loads((tmp_path / "faults.json").read_bytes())
     assert receipt["verdict"] == "clean"

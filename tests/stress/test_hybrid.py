@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from samestep import FlightRecorder
-from samestep.stress.campaign import Campaign
-from samestep.stress.command import Session
-from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS, LAYOUTS_ON_REQUEST, Layout, register
-from samestep.stress.options import Options
-from samestep.stress.rank import Case
-from samestep.stress.ranks import ForkedRanks
-from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS, SCENARIOS_ON_REQUEST
-from samestep.stress.sharded_training import GroupLogs
+from samestep.lab.stress.campaign import Campaign
+from samestep.lab.stress.command import Session
+from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUTS, LAYOUTS_ON_REQUEST, Layout, register
+from samestep.lab.stress.options import Options
+from samestep.lab.stress.rank import Case
+from samestep.lab.stress.ranks import ForkedRanks
+from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS, SCENARIOS_ON_REQUEST
+from samestep.lab.stress.sharded_training import GroupLogs
 from tests.limits import HANG
 from tests.ranks import run_forked
 from tests.soak import SOAK

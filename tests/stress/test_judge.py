@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.stress.judge import (
+from samestep.lab.stress.judge import (
     LIMITS,
     STATE_LIMIT,
     Expected,
     Judge,
     difference,
 )
-from samestep.stress.rank import Case, Ending, Sample, Work
-from samestep.stress.scenarios import SCENARIOS
+from samestep.lab.stress.rank import Case, Ending, Sample, Work
+from samestep.lab.stress.scenarios import SCENARIOS
 
 
 def sample(step=5, **changes):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from samestep import cli
-from samestep.stress import options
-from samestep.stress.campaign import Campaign, CaseResult, LaneDiedError, Lanes
-from samestep.stress.rank import Case
+from samestep.lab.stress import options
+from samestep.lab.stress.campaign import Campaign, CaseResult, LaneDiedError, Lanes
+from samestep.lab.stress.rank import Case
 from tests.limits import eventually
 from tests.stress.forked_command import running
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from samestep.lab.stress.campaign import MutantRunner
+from samestep.lab.stress.judge import CHECKS
+from samestep.lab.stress.layouts import EVERY_LAYOUT
+from samestep.lab.stress.mutants import MUTANTS
+from samestep.lab.stress.scenarios import EVERY_SCENARIO
 from samestep.rules import muon
 from samestep.shards.replicated.reduction import GradientReducer
-from samestep.stress.campaign import MutantRunner
-from samestep.stress.judge import CHECKS
-from samestep.stress.layouts import EVERY_LAYOUT
-from samestep.stress.mutants import MUTANTS
-from samestep.stress.scenarios import EVERY_SCENARIO
 from tests.limits import limit
 from tests.soak import SOAK
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.stress import command, options, progress
-from samestep.stress.campaign import Campaign, CaseResult, Stopped
-from samestep.stress.judge import Distance, SampleVerdict
-from samestep.stress.layouts import LAYOUTS
-from samestep.stress.progress import Progress
-from samestep.stress.rank import Case, Ending
-from samestep.stress.ranks import ForkedRanks
-from samestep.stress.receipt import code_digest, commit
+from samestep.lab.stress import command, options, progress
+from samestep.lab.stress.campaign import Campaign, CaseResult, Stopped
+from samestep.lab.stress.judge import Distance, SampleVerdict
+from samestep.lab.stress.layouts import LAYOUTS
+from samestep.lab.stress.progress import Progress
+from samestep.lab.stress.rank import Case, Ending
+from samestep.lab.stress.ranks import ForkedRanks
+from samestep.lab.stress.receipt import code_digest, commit
 from samestep.tooling.request import BadRequestError
 from tests.limits import HANG, TEST, eventually, limit
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import samestep
+from samestep.lab.stress import reference
+from samestep.lab.stress.reference import Reference
 from samestep.rules import RULES
 from samestep.rules.muon import LR_FACTORS
 from samestep.rules.orthogonalize import POLYNOMIALS
-from samestep.stress import reference
-from samestep.stress.reference import Reference
 from tests.reference import (
     POLAR_EXPRESS,
     QUINTIC,

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 
 import samestep
-from samestep.stress.campaign import Campaign
-from samestep.stress.layouts import LAYOUTS
-from samestep.stress.rank import Case, Relay, Work
-from samestep.stress.ranks import ForkedRanks
-from samestep.stress.scenarios import SCENARIOS
+from samestep.lab.stress.campaign import Campaign
+from samestep.lab.stress.layouts import LAYOUTS
+from samestep.lab.stress.rank import Case, Relay, Work
+from samestep.lab.stress.ranks import ForkedRanks
+from samestep.lab.stress.scenarios import SCENARIOS
 from tests.limits import HANG
 
 load = samestep.load

@@ -7,11 +7,19 @@ from itertools import pairwise
 
 import pytest
 
-from samestep.stress.receipt import check_receipt
-from samestep.stress.report import plot as plots
-from samestep.stress.report import render
-from samestep.stress.report.numbers import count, duration, enumeration, moment, ranks, short, size
-from samestep.stress.report.page import (
+from samestep.lab.stress.receipt import check_receipt
+from samestep.lab.stress.report import plot as plots
+from samestep.lab.stress.report import render
+from samestep.lab.stress.report.numbers import (
+    count,
+    duration,
+    enumeration,
+    moment,
+    ranks,
+    short,
+    size,
+)
+from samestep.lab.stress.report.page import (
     CELL,
     cell,
     cells,
@@ -22,7 +30,7 @@ from samestep.stress.report.page import (
     summary,
     traffic,
 )
-from samestep.stress.report.plot import HEIGHT, WIDTH, Scale, alike, plot
+from samestep.lab.stress.report.plot import HEIGHT, WIDTH, Scale, alike, plot
 from tests.stress.example_receipt import (
     EXAMPLES,
     case_of,

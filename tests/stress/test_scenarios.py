@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from samestep.stress.judge import expected_run
-from samestep.stress.scenario import AddGroup, Recorded
-from samestep.stress.scenarios import SCENARIOS
-from samestep.stress.scenarios.patterns import PATTERNS
-from samestep.stress.training import mean_gradients, rank_gradients
+from samestep.lab.stress.judge import expected_run
+from samestep.lab.stress.scenario import AddGroup, Recorded
+from samestep.lab.stress.scenarios import SCENARIOS
+from samestep.lab.stress.scenarios.patterns import PATTERNS
+from samestep.lab.stress.training import mean_gradients, rank_gradients
 
 
 def make(name, world=2):

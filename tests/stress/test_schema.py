@@ -7,8 +7,8 @@ from importlib.resources import files
 import pytest
 from jsonschema import Draft202012Validator
 
-from samestep.stress.judge import CHECKS, PROGRAM_CHECKS
-from samestep.stress.receipt import check_receipt
+from samestep.lab.stress.judge import CHECKS, PROGRAM_CHECKS
+from samestep.lab.stress.receipt import check_receipt
 from tests.stress.example_receipt import EXAMPLES, clean, failed, mutants, with_mutants
 from tests.stress.example_receipt import receipt as made
 
@@ -51,12 +51,12 @@ def test_what_json_writes_as_an_array_is_one():
 
 
 def test_the_schema_is_one():
-    schema = json.loads(files("samestep.stress").joinpath("receipt.schema.json").read_bytes())
+    schema = json.loads(files("samestep.lab.stress").joinpath("receipt.schema.json").read_bytes())
     Draft202012Validator.check_schema(schema)
 
 
 def test_every_shape_that_is_fixed_is_closed_and_asks_for_all_it_names():
-    schema = json.loads(files("samestep.stress").joinpath("receipt.schema.json").read_bytes())
+    schema = json.loads(files("samestep.lab.stress").joinpath("receipt.schema.json").read_bytes())
     open_ones = ("flight", "operation")  # the flight recorder may come to tell more
     shapes = {"": schema} | {k: v for k, v in schema["$defs"].items() if k not in open_ones}
     for name, shape in shapes.items():
@@ -67,7 +67,7 @@ def test_every_shape_that_is_fixed_is_closed_and_asks_for_all_it_names():
 
 
 def test_checks_are_those_of_the_judge():
-    schema = json.loads(files("samestep.stress").joinpath("receipt.schema.json").read_bytes())
+    schema = json.loads(files("samestep.lab.stress").joinpath("receipt.schema.json").read_bytes())
     assert schema["$defs"]["check"]["enum"] == [*CHECKS, *PROGRAM_CHECKS]
 
 

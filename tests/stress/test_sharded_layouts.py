@@ -6,13 +6,13 @@ import json
 import pytest
 from rich.console import Console
 
-from samestep.stress.campaign import Campaign
-from samestep.stress.command import closing_sentence, left_out, results_table
-from samestep.stress.layouts import LAYOUTS
-from samestep.stress.rank import Case
-from samestep.stress.ranks import ForkedRanks
-from samestep.stress.receipt import case_entry
-from samestep.stress.scenarios import SCENARIOS
+from samestep.lab.stress.campaign import Campaign
+from samestep.lab.stress.command import closing_sentence, left_out, results_table
+from samestep.lab.stress.layouts import LAYOUTS
+from samestep.lab.stress.rank import Case
+from samestep.lab.stress.ranks import ForkedRanks
+from samestep.lab.stress.receipt import case_entry
+from samestep.lab.stress.scenarios import SCENARIOS
 from tests.limits import HANG
 from tests.soak import SOAK, some
 from tests.stress.test_cases import FEWER, run

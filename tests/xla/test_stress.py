@@ -5,10 +5,10 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.stress.campaign import MutantRunner
-from samestep.stress.judge import PROGRAM_CHECKS
-from samestep.stress.mutants import XLA_MUTANTS
-from samestep.stress.receipt import check_receipt
+from samestep.lab.stress.campaign import MutantRunner
+from samestep.lab.stress.judge import PROGRAM_CHECKS
+from samestep.lab.stress.mutants import XLA_MUTANTS
+from samestep.lab.stress.receipt import check_receipt
 
 RANDOM = ["--scenario", "dist_adamw_muon_random", "--steps", "9", "--sample-every", "3"]
 

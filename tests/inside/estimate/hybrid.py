@@ -7,14 +7,14 @@ from types import MappingProxyType
 import torch
 
 import samestep
-from samestep.estimate.cluster import plan_shares, stack_blueprint, stack_units
-from samestep.estimate.fsdp import fsdp_collectives, passes_1f1b
+from samestep.lab.estimate.cluster import plan_shares, stack_blueprint, stack_units
+from samestep.lab.estimate.fsdp import fsdp_collectives, passes_1f1b
+from samestep.lab.stress.layouts import LAYOUTS_ON_REQUEST, Layout
+from samestep.lab.stress.scenarios.hybrid import HybridGPT, HybridLoRA
 from samestep.mesh.degrees import Degrees
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stages import cut
-from samestep.stress.layouts import LAYOUTS_ON_REQUEST, Layout
-from samestep.stress.scenarios.hybrid import HybridGPT, HybridLoRA
 
 SHAPE = replace(
     HybridGPT.config, vocab_size=144, width=64, heads=4, kv_heads=2, experts=4, expert_size=48

@@ -6,12 +6,12 @@ from types import MappingProxyType
 import torch
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.grid import Grid
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.grid import Grid
+from samestep.lab.stress.layouts import LAYOUTS
+from samestep.lab.stress.models import Matrices, named_params
+from samestep.lab.stress.scenario import RATES, GradientScenario
 from samestep.layout.boxes import Cut
-from samestep.stress.layouts import LAYOUTS
-from samestep.stress.models import Matrices, named_params
-from samestep.stress.scenario import RATES, GradientScenario
 from tests.soak import SOAK
 
 SHAPES = {

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.grid import Grid
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.grid import Grid
 from samestep.layout.boxes import Cut
 from tests.test_every_mesh import EVEN, PARAMS
 

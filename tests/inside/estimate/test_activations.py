@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from samestep.estimate.activations import Batch, LayerMemory
-from samestep.estimate.decoder import SHAPES, gpt_shape
+from samestep.lab.estimate.activations import Batch, LayerMemory
+from samestep.lab.estimate.decoder import SHAPES, gpt_shape
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.recompute import recompute as recompute_block

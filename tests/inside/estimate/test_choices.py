@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.choices import choices, shared_block_seconds
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import load_model
-from samestep.estimate.work import ADAMW_BYTES, chunk_count, elementwise_work
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.choices import choices, shared_block_seconds
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.model import load_model
+from samestep.lab.estimate.work import ADAMW_BYTES, chunk_count, elementwise_work
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link

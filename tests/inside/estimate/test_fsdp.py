@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from samestep.estimate.fsdp import Unit, fsdp_collectives
-from samestep.estimate.grid import Grid
-from samestep.stress.models import GPT
+from samestep.lab.estimate.fsdp import Unit, fsdp_collectives
+from samestep.lab.estimate.grid import Grid
+from samestep.lab.stress.models import GPT
 from tests.counting_group import counted
 from tests.ranks import run_forked
 from tests.soak import SOAK

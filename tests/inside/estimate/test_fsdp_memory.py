@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from samestep.estimate.cluster import plan_shares, stack_units
-from samestep.estimate.fsdp import fsdp_peak, passes_1f1b
+from samestep.lab.estimate.cluster import plan_shares, stack_units
+from samestep.lab.estimate.fsdp import fsdp_peak, passes_1f1b
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES

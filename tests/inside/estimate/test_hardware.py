@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from samestep.estimate.collectives import seconds_in_two
-from samestep.estimate.hardware import PRESETS, find_hardware, hardware_as_json
+from samestep.lab.estimate.collectives import seconds_in_two
+from samestep.lab.estimate.hardware import PRESETS, find_hardware, hardware_as_json
 from samestep.plan.links import Fabric, Link
 from samestep.plan.transfers import Traffic, of_segments
 from samestep.tooling.request import BadRequestError

@@ -5,11 +5,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import samestep
-from samestep.estimate.collectives import Launches
-from samestep.estimate.memory import rank_memory
+from samestep.lab.estimate.collectives import Launches
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.stress.sharded_training import new_training
 from samestep.plan.schedule import describe_operation
 from samestep.shards.dtensor.gradients import is_partial
-from samestep.stress.sharded_training import new_training
 from tests.inside.estimate.calls import Calls, settled
 from tests.inside.estimate.hybrid import (
     HYBRID,

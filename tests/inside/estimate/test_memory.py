@@ -9,13 +9,13 @@ from torch import nn
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import blueprint
-from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.memory import rank_memory
+from samestep.lab.estimate.blueprint import blueprint
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.stress.layouts import LAYOUTS
+from samestep.lab.stress.sharded_training import new_training
 from samestep.layout.boxes import local_of
-from samestep.stress.layouts import LAYOUTS
-from samestep.stress.sharded_training import new_training
 from samestep.update.lanes import Batch
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on

@@ -5,11 +5,11 @@ import torch
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.grid import one_axis
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.memory import rank_memory
-from samestep.estimate.timeline import simulate
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.estimate.timeline import simulate
 from samestep.layout.boxes import Cut
 from samestep.plan import windows
 from samestep.plan.schedule import Fetch, describe_operation, staging_bytes

@@ -5,8 +5,8 @@ import torch
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.collectives import Launches
-from samestep.estimate.memory import rank_memory
+from samestep.lab.estimate.collectives import Launches
+from samestep.lab.estimate.memory import rank_memory
 from samestep.plan.schedule import describe_operation
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.parts import foreseen, training

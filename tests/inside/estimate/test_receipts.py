@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from samestep.estimate.calibration import hardware_of, measured_ms, one_process
-from samestep.estimate.memory import rank_memory
-from samestep.estimate.timeline import simulate
+from samestep.lab.estimate.calibration import hardware_of, measured_ms, one_process
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.estimate.timeline import simulate
 from samestep.update.lanes import Batch, dealt, temporary_bytes
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.estimate.activations import Batch, LayerMemory
-from samestep.estimate.cluster import plan_shares, stack_grid, stack_units
-from samestep.estimate.decoder import gpt_shape
-from samestep.estimate.fsdp import fsdp_collectives
-from samestep.estimate.sends import LayerSends
-from samestep.estimate.slots import passes_of
+from samestep.lab.estimate.activations import Batch, LayerMemory
+from samestep.lab.estimate.cluster import plan_shares, stack_grid, stack_units
+from samestep.lab.estimate.decoder import gpt_shape
+from samestep.lab.estimate.fsdp import fsdp_collectives
+from samestep.lab.estimate.sends import LayerSends
+from samestep.lab.estimate.slots import passes_of
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES

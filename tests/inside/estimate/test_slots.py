@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import samestep.parallel.pipeline as pipelines
-from samestep.estimate.fsdp import passes_1f1b
-from samestep.estimate.slots import Pass, bubble, most_in_flight, passes_of, play
+from samestep.lab.estimate.fsdp import passes_1f1b
+from samestep.lab.estimate.slots import Pass, bubble, most_in_flight, passes_of, play
 from samestep.mesh import build
 from samestep.models.gpt import GPT, GPTConfig, mean_loss
 from samestep.parallel.pipeline import Pipeline, Stage

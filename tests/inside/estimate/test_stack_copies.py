@@ -13,9 +13,9 @@ import torch
 import samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
-from samestep.estimate.cluster import plan_shares, stack_blueprint
-from samestep.estimate.collectives import Launches
-from samestep.estimate.memory import rank_memory
+from samestep.lab.estimate.cluster import plan_shares, stack_blueprint
+from samestep.lab.estimate.collectives import Launches
+from samestep.lab.estimate.memory import rank_memory
 from samestep.mesh import build
 from samestep.mesh.degrees import Degrees
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss

@@ -10,25 +10,25 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
-from samestep.estimate.activations import Batch
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.decoder import gpt_shape
-from samestep.estimate.fsdp import Unit, fsdp_collectives
-from samestep.estimate.grid import Grid, one_axis
-from samestep.estimate.hardware import Hardware, peers_on_host
-from samestep.estimate.model import Model
-from samestep.estimate.slots import bubble, passes_of
-from samestep.estimate.timeline import chrome_trace, simulate
-from samestep.estimate.training import Training, training_of
+from samestep.lab.estimate.activations import Batch
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.decoder import gpt_shape
+from samestep.lab.estimate.fsdp import Unit, fsdp_collectives
+from samestep.lab.estimate.grid import Grid, one_axis
+from samestep.lab.estimate.hardware import Hardware, peers_on_host
+from samestep.lab.estimate.model import Model
+from samestep.lab.estimate.slots import bubble, passes_of
+from samestep.lab.estimate.timeline import chrome_trace, simulate
+from samestep.lab.estimate.training import Training, training_of
+from samestep.lab.stress.models import GPT, Matrices
+from samestep.lab.stress.sharded_training import new_training
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.models import gpt
 from samestep.optimizer.step import execute
 from samestep.plan.links import Link
 from samestep.plan.schedule import describe_operation
-from samestep.stress.models import GPT, Matrices
-from samestep.stress.sharded_training import new_training
 from tests.counting_group import counted
 from tests.inside.estimate.layouts import AllPresent, blueprint_of, layouts_on
 from tests.ranks import run_forked

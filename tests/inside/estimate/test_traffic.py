@@ -10,13 +10,13 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.collectives import Launches
-from samestep.estimate.grid import Grid
+from samestep.lab.estimate.blueprint import SpreadOver, blueprint
+from samestep.lab.estimate.collectives import Launches
+from samestep.lab.estimate.grid import Grid
+from samestep.lab.stress.models import Matrices
+from samestep.lab.stress.sharded_training import new_training
 from samestep.layout.boxes import Cut
 from samestep.plan.schedule import describe_operation
-from samestep.stress.models import Matrices
-from samestep.stress.sharded_training import new_training
 from tests.inside.estimate.layouts import (
     MUON,
     SHAPES,

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.estimate import calibration
-from samestep.estimate.hardware import find_hardware
+from samestep.lab.estimate import calibration
+from samestep.lab.estimate.hardware import find_hardware
 from samestep.plan.links import CPU_LINKS, Fabric
 
 PAIR = Fabric(*CPU_LINKS, ranks=2, per_host=2)

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.estimate.activations import Batch
-from samestep.estimate.cluster import Job, Settings, guessed_shares, plan_shares
-from samestep.estimate.decoder import SHAPES, build
-from samestep.estimate.figures import stage_figures
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import Model, load_model, stage_of
-from samestep.estimate.options import not_counted
 from samestep.groups.routing import Elsewhere
+from samestep.lab.estimate.activations import Batch
+from samestep.lab.estimate.cluster import Job, Settings, guessed_shares, plan_shares
+from samestep.lab.estimate.decoder import SHAPES, build
+from samestep.lab.estimate.figures import stage_figures
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.model import Model, load_model, stage_of
+from samestep.lab.estimate.options import not_counted
 from samestep.mesh.degrees import Degrees
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES

@@ -8,13 +8,13 @@ import warnings
 import pytest
 import torch
 
-from samestep.estimate import configs
-from samestep.estimate.cluster import Job
-from samestep.estimate.command import settings_of
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.memory import rank_memory
-from samestep.estimate.model import load_model
-from samestep.estimate.options import Options
+from samestep.lab.estimate import configs
+from samestep.lab.estimate.cluster import Job
+from samestep.lab.estimate.command import settings_of
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.estimate.model import load_model
+from samestep.lab.estimate.options import Options
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.request import BadRequestError
 

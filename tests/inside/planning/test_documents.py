@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import samestep
-from samestep.estimate.blueprint import blueprint
-from samestep.estimate.decoder import SHAPES, build
-from samestep.estimate.grid import one_axis
-from samestep.estimate.memory import kept_memory, rank_memory
+from samestep.lab.estimate.blueprint import blueprint
+from samestep.lab.estimate.decoder import SHAPES, build
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.memory import kept_memory, rank_memory
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 

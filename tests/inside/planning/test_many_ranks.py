@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.collectives import Launches, seconds_of
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import load_model
-from samestep.estimate.timeline import simulate
-from samestep.estimate.training import Training
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.collectives import Launches, seconds_of
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.model import load_model
+from samestep.lab.estimate.timeline import simulate
+from samestep.lab.estimate.training import Training
 from samestep.mesh.degrees import Degrees
 from samestep.plan.transfers import Traffic
 

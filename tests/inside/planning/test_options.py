@@ -10,15 +10,15 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.estimate import scaling
-from samestep.estimate.cluster import Job
-from samestep.estimate.command import settings_of
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.memory import rank_memory
-from samestep.estimate.model import load_model
-from samestep.estimate.options import Options, questions, read_mesh
 from samestep.groups.distribution import Offload
 from samestep.groups.state_flags import OffloadWord, StateWord, state_dtypes_of
+from samestep.lab.estimate import scaling
+from samestep.lab.estimate.cluster import Job
+from samestep.lab.estimate.command import settings_of
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.estimate.model import load_model
+from samestep.lab.estimate.options import Options, questions, read_mesh
 from samestep.mesh.degrees import Degrees
 from samestep.rules.checks import OF_MOMENTS
 from samestep.rules.state import MASTERS

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.figures import judge, stage_figures
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import load_model
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.figures import judge, stage_figures
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 from tests.limits import HANG
 from tests.soak import SOAK
@@ -48,10 +48,10 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
 MEASURED = """
 import gc, json, resource, time
 import torch
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.figures import stage_figures
-from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import load_model
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.figures import stage_figures
+from samestep.lab.estimate.hardware import PRESETS
+from samestep.lab.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 
 gc.disable()  # as the command does

@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.peer_plans import Design, Param, layer_wise, nanochat
 from benchmarks.scaling import in_copies
-from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.grid import Peers, one_axis
-from samestep.estimate.hardware import PRESETS, Hardware
-from samestep.estimate.model import load_model
+from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.grid import Peers, one_axis
+from samestep.lab.estimate.hardware import PRESETS, Hardware
+from samestep.lab.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link
 from samestep.plan.transfers import Traffic

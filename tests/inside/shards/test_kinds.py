@@ -16,17 +16,17 @@ import samestep
 from samestep import cli
 from samestep.comm.collectives import from_first, total
 from samestep.comm.presence import PresenceAgreement
-from samestep.estimate.blueprint import PLACED, blueprint
-from samestep.estimate.grid import one_axis
-from samestep.estimate.memory import rank_memory
 from samestep.groups.param_groups import rule_of
+from samestep.lab.estimate.blueprint import PLACED, blueprint
+from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.memory import rank_memory
+from samestep.lab.stress.layouts import EVERY_LAYOUT, KIND_OF, LAYOUTS, require_layouts
+from samestep.lab.stress.sharded_training import TRAININGS
 from samestep.layout.blocks import matrices
 from samestep.plan.schedule import Average, Gather, PlacementShape
 from samestep.rules.state import block_states, initial_state
 from samestep.shards.placement import Placement
 from samestep.shards.registry import KINDS, Kind, require_kind
-from samestep.stress.layouts import EVERY_LAYOUT, KIND_OF, LAYOUTS, require_layouts
-from samestep.stress.sharded_training import TRAININGS
 from samestep.train.options import LAYOUTS as TRAIN_LAYOUTS
 from samestep.update.plain import Operand
 from tests.ranks import run_forked

@@ -1,0 +1,337 @@
+"""One model trained by several optimizers at once, step by step in turns.
+
+All start from the same weights and see the same batches, and each has a model of its own. They take
+turns within every step, in an order that changes, so that all find the same machine.
+
+Times are those of the wall clock, with the host. In every second step the device is awaited before
+and after `optimizer.step()`: that is the optimizer's time, and the host's until it returned. In the
+others nothing is awaited inside, as in a training: that is the time of an iteration.
+"""
+
+import copy
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from samestep.lab.bench.gpu.measure import (
+    Times,
+    give_back_memory,
+    in_turn,
+    kernels,
+    reason,
+    settle,
+    times_of,
+)
+from samestep.lab.bench.gpu.options import Contestant, SharedOptions, at_least, read
+from samestep.tooling.request import BadRequestError
+from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
+
+# What every client can be asked
+
+Dtype = Literal["bfloat16", "float32"]
+DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class ClientOptions(SharedOptions):
+    """How a client is trained."""
+
+    warmup: Annotated[int, "turns that are not counted"] = 10
+    layers: Annotated[int, "of the model; the width follows"] = 12
+    steps: Annotated[int, "of each training"] = 500
+    batch: Annotated[int, "sequences of a step"] = 16
+    sequence: Annotated[int, "bytes of a sequence"] = 1024
+    every: Annotated[int, "steps between losses on the screen"] = 50
+    seeds: Annotated[
+        tuple[int, ...], "each decides the initial weights and the batches of one training"
+    ] = (0, 1, 2)
+    dtype: Annotated[Dtype | None, "of the passes (bfloat16; float32 on a CPU)"] = None
+    compile: Annotated[bool | None, "compile the model (on CUDA; not on a CPU)"] = None
+    data: Annotated[
+        Path | None, "a file to train on (the sources of Python's standard library)"
+    ] = None
+
+    @property
+    def pass_dtype(self) -> Dtype:
+        """What was asked for, or what suits the device."""
+        return self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether forward is compiled: as asked for, or on CUDA."""
+        return self.device == "cuda" if self.compile is None else self.compile
+
+    def corpus(self) -> Corpus:
+        """The text, as bytes; BadRequestError where it is too short."""
+        try:
+            corpus = load_corpus() if self.data is None else load_file(self.data)
+        except (OSError, ValueError) as error:
+            raise BadRequestError(f"there is no text to train on: {error}") from error
+        shortest = min(len(corpus.train), len(corpus.validation))
+        if shortest < self.sequence + 1:
+            raise BadRequestError(
+                f"--sequence {self.sequence} needs texts of {self.sequence + 1} bytes or more, and "
+                f"one of training and validation has {shortest}"
+            )
+        return corpus
+
+
+ClientT = TypeVar("ClientT", bound=ClientOptions)
+
+
+def read_client(
+    kind: type[ClientT], contestants: Sequence[Contestant], words: Sequence[str], prog: str
+) -> ClientT:
+    """Refuses values that cannot run, before anything is made."""
+    options = read(kind, contestants, words, prog)
+    at_least(1, options, "layers", "steps", "batch", "every")
+    at_least(2, options, "sequence")
+    if options.warmup > options.steps - 2:
+        raise BadRequestError(
+            f"--warmup {options.warmup} leaves fewer than two of --steps {options.steps} to be "
+            "timed"
+        )
+    for seed in options.seeds:
+        if seed < 0:
+            raise BadRequestError(f"--seeds must be at least 0, got {seed}")
+    if options.data is not None and not options.data.is_file():
+        raise BadRequestError(f"--data {str(options.data)!r} is not a file")
+    options.seeds = tuple(dict.fromkeys(options.seeds))
+    return options
+
+
+# The trainings
+
+MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
+LAST = 20  # steps whose mean is the final loss
+VALIDATION_BATCHES = 8
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a model, bytes and the bytes after them
+Schedule = Callable[[Any, int], None]  # sets what changes, in the optimizer's groups
+
+
+class Client(NamedTuple):
+    """A model, and how its authors train it."""
+
+    name: str
+    make_model: Callable[[int], nn.Module]  # from a seed
+    loss: Loss
+    schedule: Schedule
+    described: dict[str, Any]  # for the receipt: which model, whose, in which precision
+
+
+class NotFinite(NamedTuple):
+    """Where a training ended."""
+
+    step: int
+    parameters: list[str]  # not finite after this step, in the model's order; none: the loss alone
+
+
+@dataclass
+class Training:
+    """One contestant from one seed; `failed` says why it ended early."""
+
+    contestant: Contestant
+    failed: str | None = None
+    not_finite: NotFinite | None = None
+    losses: list[float] = field(default_factory=list)
+    validation_loss: float | None = None
+    optimizer_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    iteration_ms: list[float] = field(default_factory=list)
+    steps: int = 0  # that were asked for
+
+    @property
+    def running(self) -> bool:
+        return self.failed is None and self.not_finite is None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The mean of the last losses, of a training that came to its end."""
+        if not self.running or len(self.losses) < self.steps:
+            return None
+        return statistics.mean(self.losses[-LAST:])
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.not_finite
+        return {
+            "name": self.contestant.name,
+            "failed": self.failed,
+            "not_finite": None if found is None else found._asdict(),
+            "steps_done": len(self.losses),
+            "final_loss": self.final_loss,
+            "validation_loss": self.validation_loss,
+            **{which: as_times([self], which) for which in MEASURED},
+            "losses": [round(loss, 6) if math.isfinite(loss) else None for loss in self.losses],
+        }
+
+
+class Batches:
+    """Every batch of a seed by its number, on the device: inputs and targets, (batch, sequence)."""
+
+    def __init__(
+        self, corpus: Corpus, options: ClientOptions, device: torch.device, seed: int
+    ) -> None:
+        self._corpus, self._options, self._device = corpus, options, device
+        self._order = Order(len(corpus.train), options.sequence, seed)
+
+    def training(self, number: int) -> tuple[Tensor, Tensor]:
+        size = self._options.batch
+        starts = self._order.starts(torch.arange(number * size, (number + 1) * size))
+        return self._windows(self._corpus.train, starts)
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same batches in every training: windows spread over text that no step sees."""
+        size, text = self._options.batch, self._corpus.validation
+        starts = validation_starts(text, self._options.sequence, VALIDATION_BATCHES * size)
+        return (self._windows(text, part) for part in torch.split(starts, size))
+
+    def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, targets = windows(text, starts, self._options.sequence)
+        return inputs.contiguous().to(self._device), targets.contiguous().to(self._device)
+
+
+class Entry(NamedTuple):
+    """What a contestant trains; `forward` is the model, compiled where that was asked for."""
+
+    model: nn.Module
+    forward: nn.Module
+    optimizer: Any
+
+
+class Race:
+    """All contestants from one seed."""
+
+    def __init__(
+        self,
+        client: Client,
+        contestants: Sequence[Contestant],
+        options: ClientOptions,
+        device: torch.device,
+        batches: Batches,
+        seed: int,
+    ) -> None:
+        self._client, self._options = client, options
+        self._device, self._batches = device, batches
+        self._entries: dict[str, Entry] = {}
+        self.trainings = [Training(each, steps=options.steps) for each in contestants]
+        model = client.make_model(seed)
+        for training in self.trainings:
+            self._guarded(training, lambda training: self._build(training, model))
+
+    def run(self, report: Callable[[int], None]) -> list[Training]:
+        """Train all; `report` is told how many steps are done, now and then."""
+        with collection_off():
+            for number in range(self._options.steps):
+                step = partial(self._step, number, self._batches.training(number))
+                for training in in_turn(self.trainings, number):
+                    if training.running:
+                        self._guarded(training, step)
+                done = number + 1
+                over = not any(training.running for training in self.trainings)
+                if over or done % self._options.every == 0 or done == self._options.steps:
+                    report(done)
+                if over:
+                    break
+        for training in self.trainings:
+            if training.running:
+                self._guarded(training, self._validate)
+        self._entries.clear()
+        gc.collect()
+        give_back_memory(self._device)
+        return self.trainings
+
+    def _guarded(self, training: Training, action: Callable[[Training], None]) -> None:
+        """One failure ends one training, not the run."""
+        try:
+            with kernels(training.contestant.kernels, self._device):
+                action(training)
+        except Exception as error:
+            training.failed = reason(error)
+        if not training.running:
+            self._entries.pop(training.contestant.name, None)
+            give_back_memory(self._device)
+
+    def _build(self, training: Training, model: nn.Module) -> None:
+        own = copy.deepcopy(model)
+        forward: Any = torch.compile(own, dynamic=False) if self._options.compiled else own
+        entry = Entry(own, forward, training.contestant.build(own))
+        self._entries[training.contestant.name] = entry
+
+    def _step(self, number: int, batch: tuple[Tensor, Tensor], training: Training) -> None:
+        entry = self._entries[training.contestant.name]
+        awaited = number % 2 == 0
+        self._client.schedule(entry.optimizer, number)
+        settle(self._device)
+        begin = time.perf_counter()
+        loss = self._client.loss(entry.forward, *batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if awaited:
+            settle(self._device)
+        before = time.perf_counter()
+        entry.optimizer.step()
+        returned = time.perf_counter()
+        if awaited:
+            settle(self._device)
+        after = time.perf_counter()
+        entry.model.zero_grad()
+        settle(self._device)
+        end = time.perf_counter()
+        if number >= self._options.warmup:
+            if awaited:
+                training.optimizer_ms.append(1e3 * (after - before))
+                training.host_ms.append(1e3 * (returned - before))
+            else:
+                training.iteration_ms.append(1e3 * (end - begin))
+        training.losses.append(float(loss.detach()))
+        training.not_finite = self._look(entry, number, training.losses[-1])
+
+    @torch.no_grad()
+    def _look(self, entry: Entry, number: int, loss: float) -> NotFinite | None:
+        """Is everything finite after this step?"""
+        named = dict(entry.model.named_parameters())
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(named.values()))])
+        finite = norms.isfinite().tolist()
+        if all(finite) and math.isfinite(loss):
+            return None
+        return NotFinite(number, [n for n, fine in zip(named, finite, strict=True) if not fine])
+
+    @torch.no_grad()
+    def _validate(self, training: Training) -> None:
+        model = self._entries[training.contestant.name].model
+        losses = [float(self._client.loss(model, *batch)) for batch in self._batches.validation()]
+        training.validation_loss = statistics.mean(losses)
+
+
+@contextmanager
+def collection_off() -> Iterator[None]:
+    """No garbage collector inside, whose pauses would hit one contestant or another."""
+    gc.collect()
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def median_of(trainings: Sequence[Training], which: str) -> Times | None:
+    """Over all counted steps of all seeds."""
+    values = [value for training in trainings for value in getattr(training, which)]
+    return times_of(values) if values else None
+
+
+def as_times(trainings: Sequence[Training], which: str) -> dict[str, float] | None:
+    found = median_of(trainings, which)
+    return None if found is None else found._asdict()

@@ -1,0 +1,330 @@
+"""How benchmarks of a GPU measure: time, what the device can reach, and how exact a result is.
+
+Accuracy is how orthogonal a result is, and how far from its own polynomial computed in float64.
+Two matrices are looked at: a Gaussian one, and one whose singular values fall as 1, 1/2, 1/3, ...
+"""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from samestep.kernels import choice
+from samestep.lab.bench.gpu.options import Contestant
+from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
+
+# Milliseconds by CUDA events, by the clock on a CPU, and their spread
+
+T = TypeVar("T")
+
+
+class Turn(NamedTuple):
+    """One measurement, per call."""
+
+    ms: float  # until the device was done
+    host_ms: float  # until the calls returned
+
+
+class Times(NamedTuple):
+    """Many measurements in milliseconds."""
+
+    median: float
+    low: float
+    high: float
+    middle_half: float  # between the first and the third quarter
+
+
+def take_turn(call: Callable[[], object], device: torch.device, calls: int = 1) -> Turn:
+    """Time some calls from an idle device on."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed = 1e3 * (time.perf_counter() - begin) / calls
+        return Turn(elapsed, elapsed)
+    event: Any = torch.cuda.Event
+    first, last = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    first.record()
+    for _ in range(calls):
+        call()
+    last.record()
+    host = 1e3 * (time.perf_counter() - begin)
+    last.synchronize()
+    return Turn(first.elapsed_time(last) / calls, host / calls)
+
+
+def times_of(values: Sequence[float]) -> Times:
+    quarter = [0.0] * 3
+    if len(values) > 1:
+        quarter = statistics.quantiles(values, n=4, method="inclusive")
+    return Times(statistics.median(values), min(values), max(values), quarter[2] - quarter[0])
+
+
+def in_turn(contestants: Sequence[T], round_number: int) -> list[T]:
+    """All of them in an order of this round: who comes next to a heavy one finds a slower clock."""
+    return random.Random(round_number).sample(contestants, len(contestants))
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# What this device reaches: a large matrix product, a large copy
+
+TURNS = 10
+HOT = 2.0  # seconds of products without a pause
+
+
+class Ceilings(NamedTuple):
+    """Rates that nothing on this device is expected to exceed."""
+
+    flops: float  # per second, of a 16-bit product (32-bit on a CPU) of random values
+    bytes: float  # per second, read and written by a copy
+    hot_flops: float  # of the product when the chip draws all the power it may, and slows down
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """A product of 8192^3 and a copy of 4 GiB; small ones on a CPU."""
+    on_gpu = device.type == "cuda"
+    size, elements = (8192, 1 << 30) if on_gpu else (256, 1 << 20)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(left)
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+
+    product_ms = _median(multiply, device)
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+    copy_ms = _median(lambda: target.copy_(source), device)
+    hot_ms = product_ms
+    if on_gpu:
+        take_turn(multiply, device, calls=round(HOT / (product_ms * 1e-3)))
+        hot_ms = take_turn(multiply, device, calls=round(0.2 / (product_ms * 1e-3))).ms
+    flops = 2 * size**3
+    return Ceilings(
+        flops=flops / (product_ms * 1e-3),
+        bytes=8 * elements / (copy_ms * 1e-3),
+        hot_flops=flops / (hot_ms * 1e-3),
+    )
+
+
+def _median(call: Callable[[], object], device: torch.device) -> float:
+    turns = [take_turn(call, device).ms for _ in range(3 + TURNS)]
+    return times_of(turns[3:]).median
+
+
+# Contestants: with our kernels switched off for a while, and when they fail
+
+
+@contextmanager
+def kernels(on: bool, device: torch.device) -> Iterator[None]:
+    """Inside, kernels run as shipped, or not at all."""
+    if on:
+        yield
+        return
+    try:
+        with mock.patch.dict(os.environ, {choice.SWITCH: "0"}):
+            _decide_again(device)
+            yield
+    finally:
+        _decide_again(device)
+
+
+def _decide_again(device: torch.device) -> None:
+    """Forget what was decided, and decide now: not while somebody measures."""
+    choice.missing.cache_clear()
+    choice.missing_products.cache_clear()
+    choice.missing_products(device)
+
+
+def reason(error: BaseException) -> str:
+    """Why a contestant is out, in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()[:200]}" if lines else type(error).__name__
+
+
+def give_back_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # a device that is lost says so to everybody
+            torch.cuda.empty_cache()
+
+
+# Accuracy, and what else a contestant shows
+
+Table = Sequence[Sequence[float]]  # (a, b, c) for each iteration
+
+
+class Reference(NamedTuple):
+    """The polynomial that a contestant says it computes."""
+
+    table: Table
+    norm_factor: float = 1.0
+
+
+class Accuracy(NamedTuple):
+    """How near the singular values of a result are to 1."""
+
+    low: float  # smallest singular value
+    high: float  # largest
+    spread: float  # of fourth against second moments: 1 if all singular values are equal
+    distance: float | None  # relative, from the polynomial in float64; None: not known
+
+
+def our_reference(method: str = "polar-express") -> Reference:
+    return Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
+
+
+def power_law(rows: int, cols: int, device: torch.device) -> Tensor:
+    """A matrix with singular values 1, 1/2, 1/3, ... and the norm of a Gaussian one."""
+    count = min(rows, cols)
+    left, _ = torch.linalg.qr(torch.randn(rows, count, device=device))
+    right, _ = torch.linalg.qr(torch.randn(cols, count, device=device))
+    values = 1 / torch.arange(1, count + 1, device=device, dtype=torch.float32)
+    scale = (rows * cols) ** 0.5 / values.norm()
+    matrix: Tensor = (left * (values * scale)) @ right.mT
+    return matrix
+
+
+def polynomial(X: Tensor, reference: Reference) -> Tensor:
+    """The polynomial of a matrix scaled to unit norm, in float64."""
+    X = X.double()
+    tall = X.shape[0] > X.shape[1]
+    X = X.mT if tall else X
+    X = X / (X.norm() * reference.norm_factor)
+    for a, b, c in reference.table:
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X.mT if tall else X
+
+
+def accuracy_of(result: Tensor, exact: Tensor | None, *, scaled: bool = False) -> Accuracy:
+    """Look at one matrix.
+
+    `scaled`: it is a multiple of what was computed, as an update is; then singular values are
+    told relative to their root mean square, and the distance is that of the best multiple.
+    """
+    D = result.double()
+    squares = torch.linalg.eigvalsh(D @ D.mT if D.shape[0] <= D.shape[1] else D.mT @ D)
+    squares = squares.clamp_min(0)
+    mean = squares.mean()
+    unit = mean.sqrt() if scaled else torch.ones_like(mean)
+    distance = None
+    if exact is not None:
+        fit = (D * exact).sum() / exact.square().sum() if scaled else 1.0
+        distance = float((D / fit - exact).norm() / exact.norm())
+    return Accuracy(
+        float(squares.min().sqrt() / unit),
+        float(squares.max().sqrt() / unit),
+        float(squares.square().mean() / mean.square()),
+        distance,
+    )
+
+
+@dataclass
+class Shown:
+    """What one contestant has shown; `failed` says why there is nothing, or no more."""
+
+    contestant: Contestant
+    failed: str | None = None
+    times: Times | None = None
+    accuracy: list[Accuracy] = field(default_factory=list)  # Gaussian, power law
+    turns: list[float] = field(default_factory=list)  # milliseconds
+    host: Times | None = None
+    host_turns: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float | None:
+        """The median, of those that came through."""
+        return self.times.median if self.times is not None and self.failed is None else None
+
+    def as_json(self) -> dict[str, Any]:
+        accuracy = [found._asdict() for found in self.accuracy] or (None, None)
+        return {
+            "name": self.contestant.name,
+            "what": self.contestant.what,
+            "ours": self.contestant.ours,
+            "failed": self.failed,
+            "ms": None if self.times is None else self.times._asdict(),
+            "turns_ms": self.turns,
+            **dict(zip(("gaussian", "power_law"), accuracy, strict=True)),
+        }
+
+
+ShownT = TypeVar("ShownT", bound=Shown)
+
+
+class Contest(Generic[ShownT]):
+    """Contestants that take turns on one device."""
+
+    shown: type[ShownT]
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: dict[str, Any] = {}  # what each has built
+        self._exact: dict[tuple[str, int], Tensor] = {}
+
+    def _prepare(self, result: ShownT, warmup: int) -> None:
+        """Build and warm up."""
+        raise NotImplementedError
+
+    def _turn(self, result: ShownT) -> Turn:
+        raise NotImplementedError
+
+    def _say(self, result: ShownT) -> None:
+        """Of one that is prepared, or failed."""
+
+    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[ShownT]:
+        """Prepare one after the other, then measure in turns."""
+        results = [self.shown(contestant) for contestant in contestants]
+        for result in results:
+            self._guarded(result, lambda result: self._prepare(result, warmup))
+            self._say(result)
+        for round_number in range(rounds):
+            for result in in_turn(results, round_number):
+                if result.failed is None:
+                    self._guarded(result, self._count)
+        for result in results:
+            if result.turns:
+                result.times = times_of(result.turns)
+                result.host = times_of(result.host_turns)
+        return results
+
+    def _count(self, result: ShownT) -> None:
+        turn = self._turn(result)
+        result.turns.append(turn.ms)
+        result.host_turns.append(turn.host_ms)
+
+    def _guarded(self, result: ShownT, action: Callable[[ShownT], None]) -> None:
+        """One failure ends one contestant, not the run."""
+        try:
+            with kernels(result.contestant.kernels, self._device):
+                action(result)
+                settle(self._device)
+        except Exception as error:
+            result.failed = reason(error)
+            self._entries.pop(result.contestant.name, None)
+        if result.failed is not None:
+            give_back_memory(self._device)
+
+    def _exact_for(self, reference: Reference | None, number: int, matrix: Tensor) -> Tensor | None:
+        """The exact polynomial of a matrix of this number; several contestants share one."""
+        if reference is None:
+            return None
+        key = (str(reference), number)
+        if key not in self._exact:
+            self._exact[key] = polynomial(matrix, reference)
+        return self._exact[key]

@@ -1,0 +1,409 @@
+"""What each operation of a schedule launches on all ranks, and how long that takes.
+
+Transfers of the plan, and scalars.
+
+`comm.recorder` sees the same: tests hold every layout's records against it, one by one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, maximum
+
+from samestep.comm.presence import PROBLEM_CODES, presence_elements
+from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.grid import Grid, Peers, per_peer
+from samestep.lab.estimate.hardware import RINGS, Hardware
+from samestep.lab.estimate.placed import Spreading, Summands
+from samestep.plan.bucket_exchanges import BucketExchanges
+from samestep.plan.chunks import Chunk
+from samestep.plan.exchanges import Exchange, transfer_of
+from samestep.plan.links import Fabric
+from samestep.plan.schedule import (
+    Agree,
+    Average,
+    BucketId,
+    Clip,
+    Collect,
+    Gather,
+    GiveBack,
+    Measure,
+    OfBucket,
+    Operation,
+    Reduce,
+)
+from samestep.plan.transfers import Traffic, Transfer, gather_of
+
+SUM = "sum of gradients"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of all ranks; `transfers` has one, or one per place in `among`.
+
+    Those are ranks that meet different peers at the same time, each with a transfer of its own;
+    None: they launch nothing.
+    """
+
+    transfers: tuple[Transfer | None, ...]
+    peers: Peers
+    among: Peers | None = None
+
+    @cached_property
+    def _first(self) -> Transfer:
+        return next(each for each in self.transfers if each is not None)
+
+    @property
+    def name(self) -> str:
+        return self._first.name
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._first.traffic
+
+    @property
+    def levels(self) -> int:
+        return self._first.levels
+
+    def of(self, place_among: int) -> Transfer | None:
+        """What the ranks at a place in `among` send."""
+        return self.transfers[place_among if self.among is not None else 0]
+
+    def of_rank(self, rank: int, grid: Grid) -> Transfer | None:
+        """What a rank of the grid sends."""
+        return self.of(0 if self.among is None else grid.place(rank, self.among))
+
+    def sent_by_all(self) -> Tensor:
+        """Bytes that peers must send at least: (size,), or (places in `among`, size)."""
+        return self._by_place(_sent)
+
+    def received_by_all(self) -> Tensor:
+        """Bytes that they get at least, likewise."""
+        return self._by_place(_received)
+
+    def spread(self, values: Tensor, grid: Grid) -> Tensor:
+        """Such numbers for all ranks: the shape of the grid."""
+        if self.among is None:
+            return grid.spread(values, self.peers)
+        return grid.spread_both(values, self.among, self.peers)
+
+    def _by_place(self, count: Callable[[Transfer, int], Tensor]) -> Tensor:
+        ranks = self.peers.size
+        if self.among is None:
+            return count(self._first, ranks)
+        nothing = torch.zeros(ranks, dtype=torch.float64)
+        known = {id(each): each for each in self.transfers}  # many are one
+        rows = {key: nothing if e is None else count(e, ranks) for key, e in known.items()}
+        return torch.stack([rows[id(each)] for each in self.transfers])
+
+
+def _segments(transfer: Transfer) -> Tensor:
+    """Bytes per peer, where each has a part of its own: (size,)."""
+    assert transfer.sizes is not None
+    return per_peer(transfer.sizes) * transfer.dtype.itemsize
+
+
+def _sent(transfer: Transfer, ranks: int) -> Tensor:
+    """Bytes that each of so many ranks must send at least: (ranks,)."""
+    if transfer.sizes is None:
+        return torch.full((ranks,), float(transfer.sent(0, ranks)), dtype=torch.float64)
+    whole = transfer.elements * transfer.dtype.itemsize
+    base, one_more = (round(transfer.traffic.sent(whole, mine, ranks)) for mine in (0, 1))
+    return base + (one_more - base) * _segments(transfer)  # it is linear in a rank's own
+
+
+def _received(transfer: Transfer, ranks: int) -> Tensor:
+    """Bytes that they get at least: (ranks,)."""
+    if transfer.sizes is None:
+        return _sent(transfer, ranks)
+    if transfer.incoming is not None:
+        return per_peer(transfer.incoming) * transfer.dtype.itemsize
+    mine = _segments(transfer)
+    if transfer.traffic is Traffic.EXCHANGE:
+        return mine * (ranks - 1)
+    if transfer.traffic is Traffic.REDUCE_SCATTER:  # backends add up on the way
+        return mine.sum().expand(ranks) * (ranks - 1) / ranks
+    return mine.sum() - mine
+
+
+class Launches:
+    """Collectives by operation, in the order in which all ranks launch them."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+
+    def of_step(self, rank: int | None = None) -> list[Collective]:
+        """Those that a rank launches; None: those of all."""
+        operations = self._blueprint.schedule(rank)
+        inside = 0  # backward, which is over when a step begins
+        if self._blueprint.distribution.overlap_grad_reduce:
+            inside = sum(isinstance(operation, Reduce) for operation in operations)
+        found = [each for op in operations[:inside] for each in self.of(op)]
+        found += self.of_beginning()
+        found += [each for op in operations[inside:] for each in self.of(op)]
+        if rank is None:
+            return found
+        grid = self._blueprint.grid
+        return [each for each in found if each.of_rank(rank, grid) is not None]
+
+    def of_beginning(self) -> list[Collective]:
+        """What comes before the first operation: problems of other stages, if nothing is agreed."""
+        return [] if self._blueprint.placements else list(self._hear_others())
+
+    def of(self, operation: Operation) -> Iterator[Collective]:
+        """What an operation launches."""
+        there = len(self._blueprint.placements)
+        if isinstance(operation, OfBucket) and operation.bucket.placement == there:
+            return  # of one process
+        match operation:
+            case Agree(number):
+                yield from self._agree(number)
+            case Average(bucket, sums, outer):
+                if sums is not None:
+                    yield from self._of_bucket(bucket, lambda own: own.sums)
+                yield from self._over_outer(bucket, outer)
+                yield from self._in_mesh(bucket)
+            case Clip():
+                yield from self._clip()
+            case Reduce(bucket):
+                yield from self._of_bucket(bucket, lambda own: own.reduce)
+            case Gather(bucket):
+                yield from self._of_bucket(bucket, lambda own: own.gather)
+            case Collect(chunk):
+                yield from self._of_chunk(chunk, lambda own: own.collection)
+            case GiveBack(chunk):
+                yield from self._of_chunk(chunk, lambda own: own.giving_back)
+            case Measure():
+                elements = 2 * len(self._blueprint.groups)
+                everyone = self._blueprint.everyone
+                yield from _summed("update sizes", everyone, torch.float64, elements)
+
+    # --- scalars -----------------------------------------------------------------------------
+
+    def _codes(
+        self, name: str, peers: Peers | None, elements: int = PROBLEM_CODES
+    ) -> Iterator[Collective]:
+        """Of some ranks, where there are others that have to know; a GPU does not wait for it."""
+        if peers is not None and self._blueprint.device.type == "cpu":
+            yield from _summed(name, peers, torch.int64, elements)
+
+    def _all_holders(self) -> Peers | None:
+        """All ranks that hold anything, as optimizers decide; None: those of every placement."""
+        blueprint = self._blueprint
+        held_by = dict.fromkeys(each.everyone for each in blueprint.placements)
+        if len(held_by) < 2:
+            return None
+        axes = {axis for peers in held_by for axis in peers.axes}
+        union = blueprint.grid.peers(*axes)
+        return next((each for each in held_by if each.size == union.size), blueprint.everyone)
+
+    def _agree(self, number: int) -> Iterator[Collective]:
+        placement = self._blueprint.placements[number]
+        elements = presence_elements(len(placement.params), placement.replicated)
+        outer = [each.outer for each in placement.sharings[:1]]
+        for peers in filter(None, (placement.peers, *outer, placement.mesh)):
+            yield from _summed("presence", peers, torch.int64, elements)
+        for spreading in placement.spreadings:
+            for over, dtype, params in spreading.sums:
+                size_on = partial(self._held_by, spreading, params)
+                yield from self._sums(over, placement.mesh, dtype, size_on)
+        if number == len(self._blueprint.placements) - 1:
+            yield from self._hear_others()
+
+    def _hear_others(self) -> Iterator[Collective]:
+        """Problems of ranks that share no parameter with this one."""
+        yield from self._codes("problems", self._all_holders())
+        yield from self._codes("problems", self._blueprint.stages)
+
+    def _clip(self) -> Iterator[Collective]:
+        blueprint = self._blueprint
+        over = dict.fromkeys(
+            each.everyone if each.spreadings else blueprint.everyone
+            for each in blueprint.placements
+        )
+        for peers in over:
+            yield from _summed("gradient norm", peers, torch.float64, 1)
+        if blueprint.stages is not None:
+            peers = blueprint.stages
+            on_cpu = blueprint.device.type == "cpu"
+            name, sizes = "norm of stages", (1,) * peers.size
+            gather = gather_of(name, torch.float64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
+            yield Collective((gather,), peers)
+        yield from self._codes("not finite", self._all_holders(), 1)
+        yield from self._codes("not finite", blueprint.stages, 1)
+
+    def _sums(
+        self, over: Peers, among: Peers, dtype: torch.dtype, size_on: Callable[[int], int | None]
+    ) -> Iterator[Collective]:
+        """Gradients of which ranks have summands, side by side, at every place of the others.
+
+        size_on: elements of a rank; None: it has nothing to add up.
+        """
+        grid = self._blueprint.grid
+        others = grid.peers(*(axis for axis in among.axes if axis not in over.axes))
+        sizes = [size_on(grid.rank_at(others, place)) for place in range(others.size)]
+        if over.size > 1 and any(size is not None for size in sizes):
+            sums = (
+                None if size is None else Transfer(Traffic.ALL_REDUCE, SUM, dtype, size)
+                for size in sizes
+            )
+            yield Collective(tuple(sums), over, among=others)
+
+    def _held_by(self, spreading: Spreading, params: Sequence[int], rank: int) -> int:
+        """How many elements of some parameters a rank holds."""
+        place = self._blueprint.grid.place(rank, spreading.peers)
+        return sum(spreading.held[param].boxes[place].numel for param in params)
+
+    # --- buckets and chunks: as the plan has them ----------------------------------------------
+
+    def _of_bucket(
+        self, bucket: BucketId, which: Callable[[BucketExchanges], Exchange | None]
+    ) -> Iterator[Collective]:
+        """An exchange between the ranks that have copies of a placement."""
+        placement = self._blueprint.placements[bucket.placement]
+        if placement.peers.size == 1:
+            return
+        exchanges = [which(each.shape.exchanges[bucket.bucket]) for each in placement.sharings]
+        found = list(map(transfer_of, exchanges))
+        if len(set(map(id, found))) > 1:
+            yield Collective(tuple(found), placement.peers, among=placement.mesh)
+        elif found[0] is not None:
+            yield Collective((found[0],), placement.peers)
+
+    def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
+        """Averaged gradients of which ranks of a mesh have summands."""
+        placement, grid = self._blueprint.placements[bucket.placement], self._blueprint.grid
+        first = placement.sharings[0] if placement.sharings else None
+        if first is None or not first.summands:
+            return
+        members = first.plan.buckets[bucket.bucket].params
+        reduce = first.shape.exchanges[bucket.bucket].reduce.transfer
+        wide = torch.promote_types(reduce.dtype, torch.float32)
+        for summands in dict.fromkeys(filter(None, (first.summands[i] for i in members))):
+
+            def size_on(rank: int, summands: Summands = summands) -> int | None:
+                mesh, place = (grid.place(rank, each) for each in (placement.mesh, placement.peers))
+                return placement.sharings[mesh].sums(bucket.bucket, place).get(summands)
+
+            yield from self._sums(summands.peers, placement.everyone, wide, size_on)
+
+    def _of_chunk(
+        self, chunk: BucketId, which: Callable[[Chunk], Exchange | None]
+    ) -> Iterator[Collective]:
+        """An exchange between the ranks of a mesh; nothing, if nothing travels."""
+        placement = self._blueprint.placements[chunk.placement]
+        found: list[Transfer | None] = []
+        for each in placement.spreadings:
+            own = each.chunks[chunk.bucket] if chunk.bucket < len(each.chunks) else None
+            exchange = None if own is None else which(own)
+            sent = transfer_of(exchange)
+            found.append(sent if sent is not None and sent.elements else None)
+        if any(found):
+            yield Collective(tuple(found), placement.mesh, among=placement.peers)
+
+    def _over_outer(
+        self, bucket: BucketId, by_place: Sequence[tuple[Transfer, ...]]
+    ) -> Iterator[Collective]:
+        """The transfers over groups that do the same, by place in the group."""
+        for together in zip(*by_place, strict=True):
+            sharing = self._blueprint.placements[bucket.placement].sharings[0]
+            assert sharing.outer is not None
+            yield Collective(together, sharing.outer, among=sharing.peers)
+
+
+def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Iterator[Collective]:
+    if peers.size > 1:
+        yield Collective((Transfer(Traffic.ALL_REDUCE, name, dtype, elements),), peers)
+
+
+# --- how long they take ---------------------------------------------------------------------------
+
+
+def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
+    """Of the busiest direction of any peer, by group of peers; the shape of the grid."""
+    carried = maximum(each.sent_by_all(), each.received_by_all())
+    spread = grid.maximum(each.spread(carried, grid), each.peers)
+    fabric = hardware.fabric(each.peers, grid)
+    if each.levels == 2:
+        return sum((leg.seconds for leg in legs_of(each, grid, hardware)), grid.zeros())
+    fixed = hardware.seconds(each.traffic.kind, 0.0, fabric)
+    per_byte = hardware.seconds(each.traffic.kind, 1e9, fabric) - fixed
+    return fixed + spread * (per_byte / 1e9)
+
+
+INSIDE, ACROSS = "inside", "across"
+BOTH = INSIDE, ACROSS
+
+
+class Leg(NamedTuple):
+    """A part of a collective, after which the next begins."""
+
+    name: str
+    seconds: Tensor  # the shape of the grid
+    latest: Callable[[Tensor], Tensor]  # of times of all ranks: the last among those who meet
+    links: tuple[str, ...] = BOTH  # that a rank cannot use for anything else meanwhile
+
+
+def legs_of(each: Collective, grid: Grid, hardware: Hardware) -> list[Leg]:
+    """One; in two levels sums begin inside hosts, gathers across them.
+
+    GPUs have links of their own inside hosts. CPUs have one link, whatever it is for.
+    """
+    if each.levels == 1:
+        seconds = seconds_of(each, grid, hardware)
+        return [Leg(each.name, seconds, lambda times: grid.maximum(times, each.peers))]
+    fabric = hardware.fabric(each.peers, grid)
+    inside, across = seconds_in_two(each.of(0), fabric)
+    columns = across.expand(fabric.hosts, fabric.per_host).reshape(-1)
+    legs = [
+        Leg(
+            f"{each.name}, in hosts",
+            grid.zeros() + inside,
+            lambda times: grid.maximum_of(times, each.peers, fabric.per_host, -1),
+            BOTH if hardware.on_cpu else (INSIDE,),
+        ),
+        Leg(
+            f"{each.name}, across hosts",
+            grid.spread(columns, each.peers),
+            lambda times: grid.maximum_of(times, each.peers, fabric.per_host, -2),
+            BOTH if hardware.on_cpu else (ACROSS,),
+        ),
+    ]
+    return legs if each.traffic in (Traffic.REDUCE_SCATTER, Traffic.EXCHANGE) else legs[::-1]
+
+
+def seconds_in_two(transfer: Transfer | None, fabric: Fabric) -> tuple[float, Tensor]:
+    """Of the busiest rank inside a host; and across hosts, of each column: (ranks of a host,).
+
+    A column, the ranks at one place of every host, has neighbouring segments.
+    """
+    assert transfer is not None
+    assert transfer.sizes is not None
+    hosts, here, width = fabric.hosts, fabric.per_host, transfer.dtype.itemsize
+    segments = (per_peer(transfer.sizes) * width).reshape(here, hosts)
+    columns = segments.sum(1)
+    whole, column = columns.sum(), columns[:, None]
+    if transfer.traffic.kind in RINGS:  # everything passes by everyone
+        inside, across = whole * (here - 1) / here, columns * (hosts - 1) / hosts
+    else:  # a rank's own, to each; and of what the others have, theirs
+        inside = maximum(columns * (here - 1), whole - columns)
+        across = maximum(segments * (hosts - 1), column - segments).amax(1)
+    begin = fabric.between.seconds(hosts, 0.0)
+    return (
+        fabric.inside.seconds(here, float(inside.max())),
+        begin + across / fabric.between.bandwidth,
+    )
+
+
+Counted = tuple[tuple[Collective, int], ...]  # and how many of them there are
+
+
+def counted(collectives: Sequence[Collective]) -> Counted:
+    """Those that differ: layers are alike."""
+    known = {(each.transfers, each.peers): each for each in collectives}
+    counts = Counter((each.transfers, each.peers) for each in collectives)
+    return tuple((each, counts[key]) for key, each in known.items())

@@ -1,0 +1,266 @@
+"""Everything a plan tells, as numbers: what the table, the page and the JSON are made of.
+
+And from these: which ZeRO stage to choose, and why.
+"""
+
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from samestep.lab.estimate.activations import Activations, Batch
+from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.choices import Choices, choices
+from samestep.lab.estimate.cluster import STAGES, Job, Stage
+from samestep.lab.estimate.collectives import Collective, Launches
+from samestep.lab.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
+from samestep.lab.estimate.memory import RankMemory, rank_memory, whole_gradients
+from samestep.lab.estimate.sends import LayerSends, StageSends
+from samestep.lab.estimate.timeline import Timeline, simulate
+from samestep.lab.estimate.training import training_of
+from samestep.lab.estimate.walks import Then
+from samestep.lab.estimate.work import OwnerBalance, balance
+from samestep.mesh.degrees import Degrees
+
+# From "when to use each" of Megatron's documentation: shares of the device's memory.
+USE = {
+    "none": "nothing is sharded: every rank updates all that it holds",
+    "zero1": "state is sharded; gradients stay whole",
+    "zero2": "state and gradients are sharded; parameters stay whole",
+    "zero3": "parameters are sharded too, and gathered layer by layer in forward and backward",
+}
+
+
+@dataclass(frozen=True)
+class GroupTraffic:
+    """Collectives of a step along some axes."""
+
+    axes: str
+    ranks: int
+    kind: str
+    by: str  # the optimizer; FSDP2, layers or stages in forward and backward
+    collectives: int
+    mean_sent: float  # bytes per rank and step
+    most_sent: float
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """Memory and traffic of one pipeline stage, which need no simulation.
+
+    activations: None without tokens, or where nobody knows the shape of the model.
+    beside: what is there when most of these are alive: what stays, gradients of other
+        micro-batches, units that FSDP2 has gathered.
+    """
+
+    stage: int
+    parameters: int
+    worst_rank: int  # in the stage
+    memory: RankMemory  # of that rank
+    least_kept: int
+    most_kept: int
+    traffic: list[GroupTraffic]
+    activations: Activations | None
+    beside: RankMemory
+
+    @property
+    def peak(self) -> int:
+        """Of the step, or of forward and backward if that is more."""
+        return max(self.memory.peak, self.model_peak)
+
+    @property
+    def model_peak(self) -> int:
+        """Of forward and backward; 0, where activations are not known."""
+        return 0 if self.activations is None else self.beside.peak + self.activations.peak
+
+    @property
+    def sent(self) -> float:
+        """Bytes per rank, on the average."""
+        return sum(each.mean_sent for each in self.traffic)
+
+
+@dataclass(frozen=True)
+class StageFigures(StageNeeds):
+    """Everything of one pipeline stage."""
+
+    owners: list[OwnerBalance]
+    choices: Choices
+    step_seconds: float
+    parts: dict[str, float]
+    exposed_seconds: float
+    idle_seconds: float
+    operations: int
+
+
+def stage_needs(job: Job, plan: Blueprint, stage: int) -> StageNeeds:
+    degrees, batch = job.degrees, job.batch
+    micro_batches = degrees.pp if batch is None else batch.micro_batches  # as many as stages
+    memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
+    traffic = _traffic(plan, Launches(plan).of_step(), "optimizer")
+    units, passes, times = job.units(stage), "FB", micro_batches
+    if degrees.pp > 1:
+        passes, times = passes_1f1b(stage, degrees.pp, micro_batches), 1
+    traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2", times)
+    of_units = fsdp_peak(units, passes)
+    memories = {rank: memory.or_then(of_units) for rank, memory in memories.items()}
+    worst = max(memories, key=lambda rank: memories[rank].peak)
+    beside, activations = memories[worst].at(of_units), None
+    if batch is not None and job.layers is not None:
+        activations = job.layers.of_rank(stage)
+        traffic += _of_model(plan, LayerSends(job.layers).of_rank(stage), degrees, batch)
+        if micro_batches > 1 and job.settings.sharding != "zero3":
+            beside = beside.at(Then(whole_gradients(plan, worst), 0, 0))
+    kept = [memory.stays for memory in memories.values()]
+    parameters = sum(param.numel() for param in job.module(stage).parameters())
+    return StageNeeds(
+        stage, parameters, worst, memories[worst], min(kept), max(kept), traffic, activations,
+        beside,
+    )  # fmt: skip
+
+
+def _of_model(
+    plan: Blueprint, sends: StageSends, degrees: Degrees, batch: Batch
+) -> Iterator[GroupTraffic]:
+    """What layers and stages send."""
+    yield from _traffic(plan, sends.collectives(batch.recompute), "layers", batch.micro_batches)
+    if degrees.pp > 1:
+        count = sends.neighbours * batch.micro_batches
+        size = float(count * sends.boundary)
+        yield GroupTraffic("pipe", degrees.pp, "send", "stages", count, size, size)
+
+
+def stage_figures(
+    job: Job, stage: int, *, drawn: int = 0
+) -> tuple[StageFigures, Blueprint, Timeline]:
+    """Plan one stage and read everything off it; the timeline shows the first `drawn` ranks."""
+    plan = job.blueprint(stage)
+    show = range(min(plan.grid.ranks, drawn))
+    timeline = simulate(plan, job.hardware, show=show, training=training_of(job, stage))
+    figures = StageFigures(
+        **vars(stage_needs(job, plan, stage)),
+        owners=[found for found in map(balance, plan.placements) if found is not None],
+        choices=choices(plan, job.hardware, timeline.seconds),
+        step_seconds=timeline.seconds,
+        parts=timeline.by_operation,
+        exposed_seconds=timeline.exposed_seconds,
+        idle_seconds=float(timeline.idle.mean()),
+        operations=len(plan.schedule()),
+    )
+    return figures, plan, timeline
+
+
+def sample_ranks(plan: Blueprint) -> list[int]:
+    """First, middle and last, and who holds the most blocks."""
+    grid = plan.grid
+    found = {0, grid.ranks // 2, grid.ranks - 1}
+    for placement in plan.placements:
+        owned = [0] * placement.peers.size
+        for sharing in placement.sharings[:1]:
+            for bucket in (sharing.even or sharing.plan).buckets:
+                for place, segment in () if bucket.replicated else bucket.filled:
+                    owned[place] += segment.size
+        place = owned.index(max(owned))
+        of_peers = grid.rank_at(placement.peers, place)
+        found.add(of_peers)
+        for spreading in placement.spreadings[place : place + 1]:
+            in_mesh = [0] * placement.mesh.size
+            for planned in chain.from_iterable(chunk.blocks for chunk in spreading.chunks):
+                for owner in planned.owners:
+                    in_mesh[owner] += planned.box.numel
+            # Axes of both are not the same.
+            found.add(of_peers + grid.rank_at(placement.mesh, in_mesh.index(max(in_mesh))))
+    return sorted(found)
+
+
+def _traffic(
+    plan: Blueprint, launches: Sequence[Collective], by: str, times: int = 1
+) -> list[GroupTraffic]:
+    """By kind and axes, of collectives that are launched so many times."""
+    alike: dict[tuple[str, int, str], list[Collective]] = defaultdict(list)
+    for each in launches:
+        alike[each.peers.name, each.peers.size, each.traffic.kind].append(each)
+    found = []
+    for key, members in alike.items():
+        sent = plan.grid.zeros()
+        for each in members:
+            sent += each.spread(each.sent_by_all(), plan.grid)
+        mean, most = times * float(sent.mean()), times * float(sent.max())
+        found.append(GroupTraffic(*key, by, times * len(members), mean, most))
+    return found
+
+
+def figures_as_json(figures: StageFigures) -> dict[str, Any]:
+    content = asdict(figures)
+    content["memory"] = {
+        **figures.memory._asdict(),
+        "in_flight": figures.memory.in_flight,
+        "peak": figures.memory.peak,
+    }
+    if figures.activations is not None:
+        found = figures.activations
+        content["activations"] = {**found._asdict(), "peak": found.peak}
+    content["beside"] = {**figures.beside._asdict(), "peak": figures.beside.peak}
+    content["peak"] = figures.peak
+    content["choices"]["lines"] = figures.choices.lines()
+    if figures.choices.owners is not None:
+        content["choices"]["owners"]["saves"] = figures.choices.owners.saves
+    return content
+
+
+def cost_of_planning(since: float) -> dict[str, float]:
+    """Seconds and bytes that this process has taken."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"seconds": time.monotonic() - since, "memory": float(most)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The stage that was asked for, and the one to choose; None: none fits."""
+
+    asked: Stage
+    fits: bool
+    choose: Stage | None
+    text: str
+
+
+def judge(
+    asked: Stage,
+    peaks: Mapping[Stage, int],
+    device_memory: int,
+    reserve: float,
+    *,
+    activations: bool = False,
+) -> Verdict:
+    """The least sharding whose worst rank leaves the reserve.
+
+    activations: whether the peaks have them; if not, the reserve is for them.
+    """
+    room = (1 - reserve) * device_memory
+    fits = peaks[asked] <= device_memory
+    choose = next((stage for stage in STAGES if stage in peaks and peaks[stage] <= room), None)
+    share = f"{peaks[asked] / 1e9:,.1f} of {device_memory / 1e9:,.1f} GB"
+    percent = f"{peaks[asked] / device_memory:.0%}"
+    apart = "with activations" if activations else "activations apart"
+    lines = [f"{asked}: the worst rank peaks at {share} ({percent})"]
+    lines.append(f"it fits, {apart}" if fits else "it does not fit")
+    if choose is None:
+        least = min(peaks, key=lambda stage: peaks[stage])
+        for_whom = "free" if activations else "for activations"
+        lines.append(
+            f"no stage leaves {reserve:.0%} {for_whom}: {least} needs the least, "
+            f"{peaks[least] / 1e9:,.1f} GB; take more ranks, tensor or pipeline parallel"
+            + (", smaller micro-batches or recomputation" if activations else "")
+        )
+    else:
+        why = f"{USE[choose]}, at {peaks[choose] / device_memory:.0%} of the memory"
+        before = [stage for stage in STAGES[: STAGES.index(choose)] if stage in peaks]
+        if before:
+            too_much = ", ".join(f"{s} {peaks[s] / device_memory:.0%}" for s in before)
+            why += f"; less sharding takes more than {1 - reserve:.0%} ({too_much})"
+        lines.append(f"choose {choose}: {why}")
+    return Verdict(asked, fits, choose, "; ".join(lines))

@@ -1,0 +1,245 @@
+"""What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates.
+
+And what no step can do without: products with every symmetric one at half price, in the cheaper of
+two forms (rows m <= cols n, 5 iterations): step by step, 15 m^2 n + 5 m^3, or on the Gram matrix
+with one restart, 6 m^2 n + 14 m^3. Bytes with fp32 parameters, gradients and state, each tensor
+touched once.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
+from itertools import chain
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.grid import Grid, per_peer
+from samestep.lab.estimate.hardware import Hardware
+from samestep.lab.estimate.placed import Placed, Sharing, Spreading
+from samestep.layout.blocks import Block
+from samestep.layout.owners import busiest_lower_bound
+from samestep.plan.layouts import RankBoxes
+from samestep.rules.orthogonalize import orthogonalize_flops
+
+# gradient in; momentum in and out; 16-bit direction out and in; parameter in and out
+MUON_BYTES = 4 + 8 + 4 + 8
+ADAMW_BYTES = 4 + 24  # gradient in; parameter and two moments in and out
+CLIP_BYTES = 4  # gradient in, once more
+
+
+class Rates(Protocol):
+    """What a device does in a second."""
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def bytes(self) -> float: ...
+
+
+class Floor(NamedTuple):
+    """The least work of a step."""
+
+    flops: float
+    bytes: float
+
+    def ms(self, rates: Rates) -> float:
+        """Milliseconds at the rates of a device: one after the other, they need different units."""
+        return 1e3 * (self.flops / rates.flops + self.bytes / rates.bytes)
+
+
+def least_flops(rows: int, cols: int) -> int:
+    """Of the orthogonalization of one block."""
+    m, n = min(rows, cols), max(rows, cols)
+    return min(15 * m * m * n + 5 * m**3, 6 * m * m * n + 14 * m**3)
+
+
+def step_floor(
+    matrices: Iterable[Sequence[int]], others: Iterable[Sequence[int]], *, clips: bool
+) -> Floor:
+    """Of Muon on matrices (2-D, or 3-D stacks of them) and AdamW on the others."""
+    flops = traffic = 0.0
+    for shape in matrices:
+        flops += prod(shape[:-2]) * least_flops(*shape[-2:])
+        traffic += prod(shape) * (MUON_BYTES + CLIP_BYTES * clips)
+    for shape in others:
+        traffic += prod(shape) * (ADAMW_BYTES + CLIP_BYTES * clips)
+    return Floor(flops, traffic)
+
+
+shape_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: shapes are few
+
+
+def block_flops(block: Block) -> int:
+    """Of all matrices of a block."""
+    return sum(shape_flops(*shape) for shape in block.matrices)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of all ranks of a plan: each (ranks of the plan,), in float64."""
+
+    product_seconds: Tensor
+    flops: Tensor
+    bytes: Tensor  # read and written by updates
+    pieces: Tensor
+
+    def seconds(self, hardware: Hardware) -> Tensor:
+        return self.product_seconds + self.bytes / hardware.bytes_rate + self.pieces * hardware.call
+
+
+Cost = tuple[float, float, float, int]  # of one piece, in the order of `Work`
+
+
+def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
+    """Costs of pieces, each with the rank that has it."""
+    product_seconds, flops, moved, pieces = columns = [[0.0] * ranks for _ in fields(Work)]
+    for rank, cost in costs:
+        product_seconds[rank] += cost[0]
+        flops[rank] += cost[1]
+        moved[rank] += cost[2]
+        pieces[rank] += cost[3]
+    return Work(*map(per_peer, columns))
+
+
+def piece_cost(
+    shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware
+) -> Cost:
+    """Of a block of that shape, or of a slice; the parameter has so many bytes per element."""
+    narrower = 2 * (4 - width)  # than fp32, read and written
+    if shape is None:
+        return 0.0, 0.0, elements * (ADAMW_BYTES - narrower), 1
+    return _product(shape, elements * (MUON_BYTES - narrower), hardware)
+
+
+def _product(shape: tuple[int, int], moved: int, hardware: Hardware) -> Cost:
+    flops = shape_flops(*shape)
+    return flops / hardware.product_rate(min(shape)), flops, moved, 1
+
+
+@dataclass(frozen=True)
+class OwnerBalance:
+    """How evenly the orthogonalizations of a plan are spread.
+
+    ratio: the busiest rank against the mean, which no assignment can bring below `bound`.
+    """
+
+    axes: str
+    ranks: int
+    blocks: int
+    flops: float
+    ratio: float
+    bound: float
+
+
+def balance(placement: Placed) -> OwnerBalance | None:
+    """None if no matrix rule runs there."""
+    ranks = placement.everyone.size
+    blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
+    if not blocks:
+        return None
+    count = len(blocks)
+    flops = _owned_flops(placement).flatten().tolist()
+    blocks = blocks * int(sum(flops) // sum(blocks))  # as often as all are computed
+    mean = sum(flops) / ranks
+    busiest = max(flops), busiest_lower_bound(blocks, ranks)
+    ratios = (each / mean if mean else 1.0 for each in busiest)
+    return OwnerBalance(placement.everyone.name, ranks, count, sum(flops), *ratios)
+
+
+def owner_flops(placement: Placed, grid: Grid) -> Tensor:
+    """FLOPs of the orthogonalizations of every rank: the shape of the grid."""
+    return grid.spread_both(_owned_flops(placement), placement.peers, placement.mesh)
+
+
+def _owned_flops(placement: Placed) -> Tensor:
+    """(peers, ranks of their mesh)."""
+    flops = [[0.0] * placement.mesh.size for _ in range(placement.peers.size)]
+    for own, spreading in zip(flops, placement.spreadings, strict=False):
+        for planned in chain.from_iterable(chunk.blocks for chunk in spreading.chunks):
+            for owner in planned.owners:
+                own[owner] += block_flops(planned.block)
+    for bucket in () if placement.spreadings else placement.sharings[0].plan.buckets:
+        has_blocks = any(placement.specs[param].blocks for param in bucket.params)
+        for rank, segment in bucket.filled if has_blocks else ():
+            blocks = [piece.block for piece in segment.pieces if piece.block is not None]
+            cost = sum(block_flops(block) for block in blocks)
+            for own in flops if bucket.replicated else flops[rank : rank + 1]:
+                own[0] += cost
+    return torch.tensor(flops, dtype=torch.float64)
+
+
+def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
+    """Of its updates, but those of blocks of which ranks have parts."""
+    bucket = sharing.plan.buckets[number]
+    width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
+    costs = (
+        (place, piece_cost(shape, prod(shape or (piece.size,)), width, hardware))
+        for place, segment in bucket.filled
+        for piece in segment.pieces
+        if piece.block is None or sharing.even is None
+        for shape in ((None,) if piece.block is None else piece.block.matrices)
+    )
+    found = _work(len(bucket.segments), costs)
+    if bucket.replicated:
+        return Work(*(own.expand(sharing.peers.size) for own in vars(found).values()))
+    return found
+
+
+def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
+    """Of one process that has everything."""
+    costs: list[Cost] = []
+    for param in (param for group in blueprint.groups for param in group["params"]):
+        blocks, width = blueprint.optimizer.plan.blocks[param], param.dtype.itemsize
+        if blocks is None:
+            costs.append(piece_cost(None, param.numel(), width, hardware))
+        for block in blocks or ():
+            costs += [piece_cost(shape, prod(shape), width, hardware) for shape in block.matrices]
+        if blueprint.clips:
+            costs.append((0.0, 0.0, param.numel() * 4, 0))
+    return _work(1, ((0, cost) for cost in costs))
+
+
+def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
+    """AdamW's parameters of a mesh, on every rank its parts."""
+    members = zip(spreading.params, spreading.specs, spreading.held, strict=True)
+    # Layers have the same boxes.
+    alike: dict[tuple[int, int], list[RankBoxes]] = defaultdict(list)
+    for param, spec, held in members:
+        if spec.blocks is None:
+            alike[id(held.boxes), param.dtype.itemsize].append(held)
+    costs = (
+        (place, (times * products, times * flops, times * moved, times * pieces))
+        for (_, width), same in alike.items()
+        for times in [len(same)]
+        for place, box in enumerate(same[0].boxes)
+        for products, flops, moved, pieces in [piece_cost(None, box.numel, width, hardware)]
+    )
+    return _work(spreading.peers.size, costs)
+
+
+def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
+    costs = (  # bytes: it is put together
+        (owner, _product(shape, 8 * prod(shape), hardware))
+        for planned in spreading.chunks[number].blocks
+        for owner in planned.owners
+        for shape in planned.block.matrices
+    )
+    return _work(spreading.peers.size, costs)
+
+
+def chunk_parts(spreading: Spreading, number: int, count: Callable[[int], int] = int) -> Tensor:
+    """Elements of a chunk's blocks that each rank holds, or a count of each such part: (ranks,)."""
+    found = [0] * spreading.peers.size
+    for planned in spreading.chunks[number].blocks:
+        for rank, size in planned.held.sizes.items():
+            found[rank] += count(size)
+    return per_peer(found)
+
+
+chunk_count = partial(chunk_parts, count=bool)  # blocks of which each rank holds a part

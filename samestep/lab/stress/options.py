@@ -1,0 +1,327 @@
+"""What `samestep stress` can be asked, and what of it can run here."""
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from tyro.conf import arg
+
+import samestep
+from samestep.comm.nccl import sharing_problem
+from samestep.groups.distribution import Reduction
+from samestep.lab.stress.faults import LAYOUTS as FAULT_LAYOUTS
+from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, require_layouts
+from samestep.lab.stress.models import gpt, named_params
+from samestep.lab.stress.scenario import RATES, MakeModel, seeded
+from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS
+from samestep.launch import TorchrunRank
+from samestep.launch.forked import nccl_devices
+from samestep.tooling.request import (
+    BadRequestError,
+    in_one_line,
+    named_function,
+    number_of_ranks,
+    spelled,
+)
+from samestep.xla import runtime
+
+Backend = Literal["gloo", "nccl"]
+Carrier = Literal["gloo", "nccl", "xla"]  # what carries the data in the end
+Device = Literal["cpu", "cuda", "xla"]
+# Gradients that come and go, experts, all that a rule can do, a step that must not be taken, and a
+# new start; in whole parameters, in flat buffers with both overlaps, and in DTensors.
+QUICK: dict[str, Any] = {
+    "scenario": "dist_adamw_muon_random,conditional_compute,normuon_cautious,not_finite,"
+    "clipped,fused_qkv_groups,resume",
+    "layout": "quick",
+    "steps": 20,
+    "sample_every": 10,
+    "lanes": 2,
+    "watchdog": 60.0,  # who tries it may have a busy machine
+}
+MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
+
+
+def _unset(metavar: str, default: str) -> Any:
+    """How the help shows a flag that is None unless it is given."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Look for drift between ranks, layouts and a reference, and prove that it would be found.
+
+    Every scenario runs in every layout on real ranks; replicas and layouts must agree to the bit,
+    and with a float64 reference within tolerances. Ranks are started here, or joined if torchrun
+    has started them. Exit status: 0, clean; 1, drift, divergence or a hang; 2, cannot be done.
+
+        samestep stress --quick                     # half a minute
+        samestep stress --scenario dist_adamw_muon --world-size 4
+        samestep stress --continue                  # after Ctrl-C, or worse
+        samestep stress --mutants                   # does it catch every known bug?
+        samestep stress --faults                    # is a rank that dies named by the others?
+        samestep stress --compare A.json B.json     # what changed between two?
+    """
+
+    quick: bool = False
+    """The cases that tell most, for a few steps; what is asked beside it is kept."""
+    scenario: Annotated[str, arg(metavar="NAME,...|all")] = "all"
+    """What happens to the gradients; --list shows all."""
+    layout: Annotated[str, arg(metavar="NAME|all|copies")] = "all"
+    """Where state and work live; --list shows all. copies: DTensors that have some elsewhere."""
+    world_size: Annotated[int | None, _unset("INT", "2, or torchrun's")] = None
+    """Number of ranks."""
+    backend: Annotated[Backend | None, _unset("{gloo,nccl}", "nccl under torchrun if possible")] = (
+        None
+    )
+    """What carries the data; nccl needs a CUDA device for every rank, or --share-gpus."""
+    share_gpus: bool = False
+    """With nccl: several ranks may have one GPU. Shows correctness and order, never speed."""
+    device: Annotated[Device | None, _unset("{cpu,cuda,xla}", "cuda with nccl")] = None
+    """Where ranks compute. Over gloo several may share a GPU. xla: one program, a device a rank."""
+    steps: int = 1000
+    """Optimizer steps of every case."""
+    other_steps: Annotated[int | None, _unset("INT", "as --steps")] = None
+    """Steps of all but dist_adamw_muon and dist_adamw_muon_random without flat buffers."""
+    sample_every: int = 100
+    """Steps between comparisons."""
+    reduction: Reduction = "ordered"
+    """As the optimizer's keyword. Ordered sums must be exactly equal, fast ones within limits."""
+    seed: int = 0
+    """Of models and gradients."""
+    model: Annotated[str, arg(metavar="tiny|gpt|PATH:FACTORY")] = "tiny"
+    """For scenarios that take any model: mypackage.mymodule:make_model, or file.py:make_model."""
+    watchdog: float = 10.0
+    """Seconds that a collective may take before it counts as a hang."""
+    lanes: int = 1
+    """Scenarios that run side by side, each on ranks of its own."""
+    goes_on: Annotated[bool, arg(name="continue")] = False
+    """Go on with an unfinished run of the same request in --out: run only the cases it lacks."""
+    out: Path = Path("out/stress")
+    """Folder for receipt.json and report.html; made if missing."""
+    mutants: bool = False
+    """Run the known bugs instead: each must be caught by the check that its story names."""
+    faults: bool = False
+    """Have ranks killed, stopped and led astray instead: the others must end and name them."""
+    compare: tuple[Path, Path] | None = None
+    """Say what changed between two receipts, and run nothing."""
+    list: bool = False
+    """Show the scenarios, layouts and mutants, and run nothing."""
+
+    def check(self) -> None:
+        """Raise BadRequestError for what can never run."""
+        for name in () if self.scenario == "all" else self.scenario.split(","):
+            _known("--scenario", name, EVERY_SCENARIO)
+        if self.faults:
+            for name in () if self.layout == "all" else self.layout.split(","):
+                _known("--layout", name, FAULT_LAYOUTS)
+        elif self.layout != "all":
+            _known("--layout", self.layout, {**EVERY_LAYOUT, **LAYOUT_SETS})
+        else:
+            try:
+                require_layouts()
+            except ValueError as error:
+                raise BadRequestError(str(error)) from error
+        for name in ("steps", "other_steps", "sample_every", "lanes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadRequestError(f"{spelled(name)} must be at least 1, got {value}")
+        if not 0 < self.watchdog < math.inf:
+            raise BadRequestError(f"--watchdog must be above 0 seconds, got {self.watchdog}")
+        if not -(2**62) < self.seed < 2**62:
+            raise BadRequestError(f"--seed must be within 62 bits, got {self.seed}")
+        if self.mutants and (self.scenario != "all" or self.layout != "all" or self.world_size):
+            raise BadRequestError(
+                "--mutants have scenarios, layouts and ranks of their own: leave these options out"
+            )
+        if self.quick and (self.mutants or self.device == "xla" or self.model != "tiny"):
+            raise BadRequestError(
+                "--quick has scenarios and layouts of its own: leave it out with --mutants, "
+                "--device xla and --model"
+            )
+        if self.faults and (self.mutants or self.quick or self.goes_on or self.device == "xla"):
+            raise BadRequestError(
+                "--faults are a run of their own: leave out --mutants, --quick, --continue and "
+                "--device xla"
+            )
+        if self.mutants and self.goes_on:
+            raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
+        self._check_xla()
+        if self.mutants and (
+            self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
+        ):
+            raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
+
+    def quickened(self) -> "Options":
+        """With --quick as what it stands for: receipts then say what was run."""
+        if not self.quick:
+            return self
+        usual = {field.name: field.default for field in fields(self)}
+        quick = {name: value for name, value in QUICK.items() if getattr(self, name) == usual[name]}
+        return replace(self, **quick)
+
+    def _check_xla(self) -> None:
+        """One program knows other layouts than ranks do."""
+        on_xla = self.device == "xla"
+        of_xla = self.layout == "xla" or self.layout in LAYOUT_SETS["xla"]
+        if of_xla and not on_xla:
+            raise BadRequestError(f"--layout {self.layout} needs --device xla")
+        if not on_xla:
+            return
+        if not of_xla and self.layout != "all":
+            known = ", ".join(LAYOUT_SETS["xla"])
+            raise BadRequestError(
+                f"--layout {self.layout} is for ranks, and --device xla has one program for all "
+                f"devices; there is: all, {known}"
+            )
+        if self.backend is not None:
+            raise BadRequestError("--device xla sends by itself: leave out --backend")
+        if self.lanes > 1:
+            raise BadRequestError("--device xla has a process for every case: leave out --lanes")
+        reason = runtime.missing()
+        if reason is not None:
+            raise BadRequestError(f"--device xla cannot run: {reason}")
+
+    def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Carrier, str | None]:
+        """What carries the data, and why it is not nccl if nobody asked for gloo."""
+        if self.device == "xla":
+            if torchrun is not None:
+                raise BadRequestError("--device xla has one process: run it without torchrun")
+            return "xla", None
+        ranks = number_of_ranks(self.world_size, torchrun, least=1)
+        reason = self._reason_against_nccl(ranks if torchrun is None else torchrun.local_world_size)
+        if reason is None and (torchrun is not None or self.backend == "nccl"):
+            return self.backend or "nccl", None
+        if self.backend == "nccl":
+            raise BadRequestError(f"--backend nccl cannot run: {reason}")
+        if self.backend == "gloo":
+            return "gloo", None
+        return "gloo", reason or "ranks that are forked use gloo, unless --backend nccl is given"
+
+    def _reason_against_nccl(self, ranks: int) -> str | None:
+        """Why so many ranks on this machine cannot use NCCL, with the way out."""
+        devices = nccl_devices()
+        if devices >= ranks:
+            return None
+        text = f"{ranks} ranks, but {devices} CUDA devices here"
+        if devices and self.share_gpus:
+            return sharing_problem()
+        return f"{text}; --share-gpus lets ranks share them" if devices else text
+
+    def chosen_device(self, backend: Carrier) -> Device:
+        device = self.device or ("cuda" if backend == "nccl" else "cpu")
+        if device == "cpu" and backend == "nccl":
+            raise BadRequestError("--device cpu needs --backend gloo: nccl is for CUDA")
+        if device == "cuda" and torch.cuda.device_count() == 0:
+            raise BadRequestError("--device is cuda, and torch sees no GPU here")
+        return device
+
+    def scenarios(self) -> tuple[str, ...]:
+        """Those that were asked for; of all, those that take the model that was."""
+        if self.scenario != "all":
+            return tuple(dict.fromkeys(self.scenario.split(",")))
+        any_model = self.model == "tiny"
+        known = [*SCENARIOS, *(("schedules_to_zero",) if self.device == "xla" else ())]
+        return tuple(n for n in known if any_model or EVERY_SCENARIO[n].takes_any_model)
+
+    def make_model(self) -> MakeModel | None:
+        """The factory of the model, None for the scenarios' own."""
+        if self.model == "tiny":
+            return None
+        for name in self.scenarios():
+            if not EVERY_SCENARIO[name].takes_any_model:
+                raise BadRequestError(
+                    f"scenario {name!r} has a model of its own: leave out --model"
+                )
+        return own_model(self.model, self.seed)
+
+
+def _known(flag: str, name: str, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
+
+
+# --- a model of the user's own: found, tried, and refused in one line if need be -----------------
+
+
+def own_model(path: str, seed: int) -> MakeModel:
+    """A function that gives the model again and again.
+
+    The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
+    """
+    where, _, name = path.rpartition(":")
+    if path != "gpt" and not (where and name):
+        raise BadRequestError(
+            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
+        )
+    make = gpt if path == "gpt" else named_function(path, "--model")
+    first, second = _made(make, path, seed), _made(make, path, seed)
+    _check(first, path)
+    _compare(named_params(first), named_params(second), path)
+    options: dict[str, Any] = dict(RATES)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samestep.MuonAdamW(copy.deepcopy(first), **options)
+    except Exception as error:
+        raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
+    return lambda: copy.deepcopy(first)
+
+
+def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
+    try:
+        model: Any = seeded(make, seed)
+    except (Exception, SystemExit) as error:
+        raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise BadRequestError(f"--model {path} gave a {type(model).__name__}, not a torch module")
+    return model
+
+
+def _check(model: nn.Module, path: str) -> None:
+    params = {n: p for n, p in named_params(model).items() if p.requires_grad}
+    if not params:
+        raise BadRequestError(f"--model {path} gave a module without trainable parameters")
+    for name, param in params.items():
+        problem = _problem(param)
+        if problem is not None:
+            raise BadRequestError(f"--model {path}: parameter {name!r} {problem}")
+    count = sum(param.numel() for param in params.values())
+    if count > MOST_ELEMENTS:
+        raise BadRequestError(
+            f"--model {path} has {count:,} trainable elements, and the float64 reference is made "
+            f"for {MOST_ELEMENTS:,} at most: give a smaller configuration of it"
+        )
+
+
+def _problem(param: Tensor) -> str | None:
+    if is_lazy(param):
+        return "is lazy: call the model once before it is returned"
+    if param.device.type != "cpu":
+        return f"is on {param.device.type!r}: the harness needs it on the CPU, with values"
+    if param.dtype != torch.float32:
+        return f"is {str(param.dtype).removeprefix('torch.')}: the harness needs float32 parameters"
+    if param.layout != torch.strided:
+        return f"is {str(param.layout).removeprefix('torch.')}: the harness needs dense parameters"
+    if not param.is_contiguous():
+        return "is not contiguous: give it as .contiguous()"
+    return None
+
+
+def _compare(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter], path: str) -> None:
+    """Every rank and every layout has to begin alike."""
+    if first.keys() != second.keys():
+        raise BadRequestError(f"--model {path} gave parameters of other names at its second call")
+    for name, param in first.items():
+        if not torch.equal(param, second[name]):
+            raise BadRequestError(
+                f"--model {path} gave another {name!r} at its second call under the same "
+                "torch.manual_seed: draw from torch's generator alone"
+            )

@@ -1,0 +1,3 @@
+"""A receipt of `samestep stress` as one page that needs nothing but a browser."""
+
+from samestep.lab.stress.report.page import render as render

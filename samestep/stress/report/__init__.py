@@ -1,3 +1,0 @@
-"""A receipt of `samestep stress` as one page that needs nothing but a browser."""
-
-from samestep.stress.report.page import render as render

@@ -513,7 +513,7 @@ def test_a_ddp_that_wraps_all_parameters_is_known_at_construction(way: str):
         model = small_model()
         opt = given_ways(model)[way]()
         train(model.kept[0], opt, rank)  # in silence
-        return opt.holdings.distribution.grads
+        return opt.plan.distribution.grads
 
     assert run_forked(2, on_rank) == ["reduced"] * 2
 
@@ -569,7 +569,7 @@ def test_ddp_with_clipping_is_silent_and_reduced_once():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
-        return opt.holdings.distribution.grads, model.state_dict().popitem()[1]
+        return opt.plan.distribution.grads, model.state_dict().popitem()[1]
 
     (grads, value), (_, other) = run_forked(2, on_rank)
     assert grads == "reduced"
@@ -580,7 +580,7 @@ def test_a_compiled_ddp_model_is_known_to_be_reduced():
     def on_rank(rank: int) -> str:
         compiled = nn.Module()  # as torch.compile makes it, which takes ten seconds to import
         compiled._orig_mod = DistributedDataParallel(small_model())
-        return samestep.MuonAdamW(compiled).holdings.distribution.grads
+        return samestep.MuonAdamW(compiled).plan.distribution.grads
 
     assert run_forked(2, on_rank) == ["reduced"] * 2
 

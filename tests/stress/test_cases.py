@@ -147,7 +147,7 @@ def test_a_case_that_fails_ends_itself_and_no_other():
     cases = [Case("dist_adamw_muon", name, 2, 4, 2) for name in layouts]
 
     def fail_in_zero1(original, optimizer):
-        how = optimizer.holdings.distribution
+        how = optimizer.plan.distribution
         if how.sharding == "zero1" and not how.overlap_grad_reduce and optimizer.ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return original()

@@ -20,7 +20,7 @@ import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table
 from samestep.kernels.logits import fits, largest_of_heads
-from samestep.kernels.muon import MuonBlocks, strides_of, muon_
+from samestep.kernels.muon import MuonBlocks, muon_, strides_of
 from samestep.kernels.norm import DTYPES, square_sum
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling, symmetric_product
@@ -466,8 +466,8 @@ def test_blocks_in_the_gaps_of_others_get_the_bits_of_contiguous_ones(
         if options["variance_beta2"] is not None:
             for state in states:
                 state["variance"] = torch.zeros(variance_shape(*shape), device=DEVICE)
-        lie = None if contiguous else strides_of(params[0])
-        blocks = MuonBlocks(params, states, shape[0], lie)
+        strides = None if contiguous else strides_of(params[0])
+        blocks = MuonBlocks(params, states, shape[0], strides)
         for scale in (1.0, 300.0):
             grads = form.views(random(*stored, scale=scale))
             if contiguous:

@@ -22,6 +22,7 @@ import tyro
 
 from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
+from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Batch
 from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.cluster import Job, Settings
@@ -32,7 +33,6 @@ from samestep.lab.estimate.placed import Placed
 from samestep.lab.estimate.scaling import RANKS, Point, as_json, numbers_of_ranks, point_of
 from samestep.lab.estimate.timeline import simulate
 from samestep.lab.estimate.training import training_of
-from samestep.lab.stress.report.numbers import duration, size
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import json_file, write_files
 

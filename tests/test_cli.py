@@ -153,6 +153,27 @@ runpy.run_module("samestep", run_name="__main__")
     assert "usage: samestep COMMAND" in done.stdout
 
 
+def test_an_optimizer_a_step_and_a_checkpoint_load_no_laboratory_and_no_extras(tmp_path):
+    code = f"""
+import sys
+sys.modules.update(rich=None, tyro=None, matplotlib=None, jinja2=None, jsonschema=None)
+import torch, samestep
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+optimizer = samestep.MuonAdamW(model, lr=0.01)
+model(torch.ones(2, 4)).square().sum().backward()
+optimizer.step()
+optimizer.table(), optimizer.explain()
+samestep.save({str(tmp_path / "saved")!r}, model, optimizer)
+samestep.load({str(tmp_path / "saved")!r}, model, optimizer)
+loaded = [name for name in sys.modules if name.startswith("samestep.lab")]
+assert not loaded, loaded
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_help_and_completion_import_no_torch():
     code = """
 import sys

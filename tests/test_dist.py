@@ -65,7 +65,7 @@ def test_the_wheel_has_every_file_of_the_package(built):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert packaged == there
-    assert {"samestep/py.typed", "samestep/lab/stress/report/style.css"} <= packaged
+    assert {"samestep/py.typed", "samestep/lab/common/style.css"} <= packaged
 
 
 def test_the_sdist_builds_the_wheel_of_the_checkout(built):

@@ -47,9 +47,6 @@ EXCEPTIONS = {
         "groups.crossover.read_crossover",
     },
     "bench/test_gpu_bench.py": {
-        "lab.estimate.work.Floor",
-        "lab.estimate.work.least_flops",
-        "lab.estimate.work.step_floor",
         "kernels.choice",
     },
     "checkpoint/test_earlier_versions.py": {"layout.boxes.whole_box"},

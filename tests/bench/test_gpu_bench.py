@@ -24,7 +24,7 @@ from samestep.lab.bench.orthogonalize import Measurement, Shape
 from samestep.lab.bench.orthogonalize import Result as FunctionResult
 from samestep.lab.bench.step import verdicts
 from samestep.lab.bench.step_contestants import as_matrices, make_parameters
-from samestep.lab.estimate.work import Floor, least_flops, step_floor
+from samestep.lab.common.floor import Floor, least_flops, step_floor
 from samestep.models.parameter_sets import SETS, count
 from tests.ranks import run_forked
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from samestep.lab.stress.receipt import machine
+from samestep.lab.common.provenance import machine
 from tests.promises.layouts import LAYOUTS
 from tests.promises.listed import PROMISES
 from tests.promises.trying import Cell, cells

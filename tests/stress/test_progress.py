@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from samestep import cli
+from samestep.lab.common.provenance import code_digest, commit
 from samestep.lab.stress import command, options, progress
 from samestep.lab.stress.campaign import Campaign, CaseResult, Stopped
 from samestep.lab.stress.judge import Distance, SampleVerdict
@@ -20,7 +21,6 @@ from samestep.lab.stress.layouts import LAYOUTS
 from samestep.lab.stress.progress import Progress
 from samestep.lab.stress.rank import Case, Ending
 from samestep.lab.stress.ranks import ForkedRanks
-from samestep.lab.stress.receipt import code_digest, commit
 from samestep.tooling.request import BadRequestError
 from tests.limits import HANG, TEST, eventually, limit
 

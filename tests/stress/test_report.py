@@ -7,18 +7,10 @@ from itertools import pairwise
 
 import pytest
 
+from samestep.lab.common.numbers import count, duration, enumeration, moment, ranks, short, size
 from samestep.lab.stress.receipt import check_receipt
 from samestep.lab.stress.report import plot as plots
 from samestep.lab.stress.report import render
-from samestep.lab.stress.report.numbers import (
-    count,
-    duration,
-    enumeration,
-    moment,
-    ranks,
-    short,
-    size,
-)
 from samestep.lab.stress.report.page import (
     CELL,
     cell,

@@ -33,7 +33,7 @@ from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, receipt
 from samestep.groups.distribution import Reduction
 from samestep.lab.bench.gpu.report import Screen, leave
-from samestep.lab.stress.receipt import versions
+from samestep.lab.common.provenance import versions
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.launch.forked import nccl_devices, run_forked
 from samestep.plan.transfers import prefers_exchange

@@ -31,7 +31,7 @@ from samestep.lab.bench.gpu.measure import (
 )
 from samestep.lab.bench.gpu.options import FOLDER, Contestant, SharedOptions, peer, read, who
 from samestep.lab.bench.gpu.report import Panel, Screen, accuracy_cells, begin, draw, leave, number
-from samestep.lab.estimate.work import least_flops
+from samestep.lab.common.floor import least_flops
 from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
 from samestep.tooling.request import BadRequestError
 

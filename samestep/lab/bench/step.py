@@ -35,7 +35,7 @@ from samestep.lab.bench.gpu.report import (
     number,
 )
 from samestep.lab.bench.step_contestants import CONTESTANTS, Entry, Parameters, make_parameters
-from samestep.lab.estimate.work import step_floor
+from samestep.lab.common.floor import step_floor
 from samestep.models.parameter_sets import SETS, Shapes, count
 from samestep.tooling.request import BadRequestError
 

@@ -12,12 +12,12 @@ from math import ceil, sqrt
 
 import torch
 
+from samestep.lab.common.numbers import count, duration
 from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.grid import Grid
 from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.placed import Sharing
 from samestep.lab.estimate.work import owner_flops, shape_flops
-from samestep.lab.stress.report.numbers import count, duration
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution

@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
 from samestep.groups.state_flags import offload_of
+from samestep.lab.common.page import templates
+from samestep.lab.common.provenance import versions
 from samestep.lab.estimate import tables
 from samestep.lab.estimate.cluster import STAGES, Job, Settings, Stage
 from samestep.lab.estimate.figures import (
@@ -35,7 +35,6 @@ from samestep.lab.estimate.slots import bubble
 from samestep.lab.estimate.timeline import Timeline, chrome_trace
 from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import BadRequestError
-from samestep.version import __version__
 
 MOST_DRAWN, DRAWN_OF_A_STAGE = 8, 2  # ranks in a picture of a timeline
 # Shares of the device's memory that stay free: for activations that nobody counted, or for what the
@@ -118,7 +117,7 @@ def _plan(options: Options) -> None:
         "kind": "samestep plan",
         "format": 1,
         "command": shlex.join(["samestep", "plan", *_words()]),
-        "versions": {"samestep": __version__, "torch": torch.__version__},
+        "versions": versions(),
         "model": {
             "name": model.name, "source": model.source, "parameters": model.parameters,
         },
@@ -237,15 +236,11 @@ def _files(
 
 
 def _page(content: dict[str, Any], shown: list[tables.Table], figures: list[StageFigures]) -> str:
-    environment = Environment(
-        loader=PackageLoader("samestep.lab.estimate", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-    )
-    style = (Path(__file__).parent.parent / "stress" / "report" / "style.css").read_text()
     slowest = max(figures, key=lambda each: each.step_seconds)
-    return environment.get_template("plan.html.jinja").render(
-        plan=content, tables=shown, tiles=tables.tiles(content, slowest), style=style
+    return (
+        templates("samestep.lab.estimate")
+        .get_template("plan.html.jinja")
+        .render(plan=content, tables=shown, tiles=tables.tiles(content, slowest))
     )
 
 

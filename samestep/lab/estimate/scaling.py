@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Batch
 from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.choices import choices
@@ -18,7 +19,6 @@ from samestep.lab.estimate.tables import Table
 from samestep.lab.estimate.timeline import simulate
 from samestep.lab.estimate.training import Training, training_of
 from samestep.lab.estimate.work import owner_flops
-from samestep.lab.stress.report.numbers import duration, size
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.request import BadRequestError
 

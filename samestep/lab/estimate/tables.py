@@ -8,10 +8,10 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as ScreenTable
 
+from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Batch
 from samestep.lab.estimate.cluster import Stage
 from samestep.lab.estimate.figures import StageFigures, StageNeeds
-from samestep.lab.stress.report.numbers import duration, size
 
 
 @dataclass(frozen=True)

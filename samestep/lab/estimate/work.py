@@ -1,22 +1,16 @@
-"""What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates.
-
-And what no step can do without: products with every symmetric one at half price, in the cheaper of
-two forms (rows m <= cols n, 5 iterations): step by step, 15 m^2 n + 5 m^3, or on the Gram matrix
-with one restart, 6 m^2 n + 14 m^3. Bytes with fp32 parameters, gradients and state, each tensor
-touched once.
-"""
+"""Work that every rank has in a step: FLOPs of orthogonalization, bytes of updates."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from itertools import chain
 from math import prod
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from samestep.lab.common.floor import ADAMW_BYTES, MUON_BYTES
 from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.grid import Grid, per_peer
 from samestep.lab.estimate.hardware import Hardware
@@ -25,52 +19,6 @@ from samestep.layout.blocks import Block
 from samestep.layout.owners import busiest_lower_bound
 from samestep.plan.layouts import RankBoxes
 from samestep.rules.orthogonalize import orthogonalize_flops
-
-# gradient in; momentum in and out; 16-bit direction out and in; parameter in and out
-MUON_BYTES = 4 + 8 + 4 + 8
-ADAMW_BYTES = 4 + 24  # gradient in; parameter and two moments in and out
-CLIP_BYTES = 4  # gradient in, once more
-
-
-class Rates(Protocol):
-    """What a device does in a second."""
-
-    @property
-    def flops(self) -> float: ...
-
-    @property
-    def bytes(self) -> float: ...
-
-
-class Floor(NamedTuple):
-    """The least work of a step."""
-
-    flops: float
-    bytes: float
-
-    def ms(self, rates: Rates) -> float:
-        """Milliseconds at the rates of a device: one after the other, they need different units."""
-        return 1e3 * (self.flops / rates.flops + self.bytes / rates.bytes)
-
-
-def least_flops(rows: int, cols: int) -> int:
-    """Of the orthogonalization of one block."""
-    m, n = min(rows, cols), max(rows, cols)
-    return min(15 * m * m * n + 5 * m**3, 6 * m * m * n + 14 * m**3)
-
-
-def step_floor(
-    matrices: Iterable[Sequence[int]], others: Iterable[Sequence[int]], *, clips: bool
-) -> Floor:
-    """Of Muon on matrices (2-D, or 3-D stacks of them) and AdamW on the others."""
-    flops = traffic = 0.0
-    for shape in matrices:
-        flops += prod(shape[:-2]) * least_flops(*shape[-2:])
-        traffic += prod(shape) * (MUON_BYTES + CLIP_BYTES * clips)
-    for shape in others:
-        traffic += prod(shape) * (ADAMW_BYTES + CLIP_BYTES * clips)
-    return Floor(flops, traffic)
-
 
 shape_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: shapes are few
 

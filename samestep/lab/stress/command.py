@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from samestep.comm.nccl import library_version
+from samestep.lab.common.provenance import code_digest, machine
 from samestep.lab.stress.campaign import (
     Campaign,
     CaseResult,
@@ -35,7 +36,7 @@ from samestep.lab.stress.options import Options
 from samestep.lab.stress.progress import Entry, Progress, go_on, key
 from samestep.lab.stress.rank import Case
 from samestep.lab.stress.ranks import ForkedRanks, Ranks, TorchrunRanks, XlaDevices
-from samestep.lab.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
+from samestep.lab.stress.receipt import case_entry, check_receipt, receipt
 from samestep.lab.stress.report import render
 from samestep.lab.stress.report.numbers import (
     between_replicas,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from samestep.lab.common.numbers import count, duration, enumeration, short, size
 from samestep.lab.stress.receipt import check_receipt
 from samestep.lab.stress.report.numbers import (
     STATUSES,
@@ -20,11 +21,6 @@ from samestep.lab.stress.report.numbers import (
     Receipt,
     Worst,
     between_replicas,
-    count,
-    duration,
-    enumeration,
-    short,
-    size,
     to_first_layout,
     to_reference,
     worst_of_families,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
-from samestep.lab.stress.receipt import versions
+from samestep.lab.common.provenance import versions
 from samestep.lab.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
 from samestep.launch import RanksFailed
 from samestep.launch.forked import run_forked

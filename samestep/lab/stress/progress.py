@@ -17,10 +17,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from samestep.lab.common.provenance import commit
 from samestep.lab.stress.campaign import Presence
 from samestep.lab.stress.compare import read_receipt
 from samestep.lab.stress.rank import Case
-from samestep.lab.stress.receipt import commit
 from samestep.tooling.output import write_files
 from samestep.tooling.request import BadRequestError, spelled
 

@@ -1,46 +1,29 @@
 """The record of a run: what was asked, what ran, of which code, what was measured, the verdict."""
 
-import hashlib
 import json
 import math
-import os
-import platform
 import re
 import reprlib
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
-from importlib.metadata import version
 from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import torch
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.protocols import Validator
 from jsonschema.validators import extend
 
-import samestep
 from samestep.lab.stress.campaign import CaseResult, MutantResult
 from samestep.lab.stress.judge import LIMITS, STATE_LIMIT, Distance, SampleVerdict
 from samestep.lab.stress.layouts import EVERY_LAYOUT
 from samestep.lab.stress.rank import Ending
 from samestep.lab.stress.report.numbers import number
-from samestep.lab.stress.scenario import MakeModel
 from samestep.lab.stress.scenarios import EVERY_SCENARIO
 from samestep.version import __version__
 
-PACKAGE = Path(samestep.__file__).parent
-SUFFIXES = (".py", ".json")
 KIND = "samestep stress"
 FORMAT = 1
-FOLDERS = ("_DIRECTORY", "_DIR", "_HOME", "_PATH")  # of a machine, which decide no result
-ENVIRONMENT = (
-    "CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PJRT_", "PYTORCH_", "SAMESTEP_",
-    "TORCH_", "XLA_",
-)  # fmt: skip
 
 
 def receipt(
@@ -69,26 +52,6 @@ def receipt(
         "layouts": {name: {"story": EVERY_LAYOUT[name].story} for name in layouts},
         "cases": list(cases),
         "mutants": [_mutant(result) for result in mutants],
-    }
-
-
-def versions() -> dict[str, str]:
-    numbers = __version__, torch.__version__, platform.python_version()
-    return dict(zip(("samestep", "torch", "python"), numbers, strict=True))
-
-
-def machine() -> dict[str, Any]:
-    relevant = {
-        key: value
-        for key, value in sorted(os.environ.items())
-        if key.startswith(ENVIRONMENT) and not key.endswith(FOLDERS)
-    }
-    xla = {"torch_xla": version("torch_xla")} if find_spec("torch_xla") else {}
-    return {
-        "versions": versions() | xla,
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "environment": relevant,
     }
 
 
@@ -168,45 +131,6 @@ def _mutant(result: MutantResult) -> dict[str, Any]:
         "unpatched": result.unpatched,
         "seconds": result.seconds,
     }
-
-
-# --- which code it is of: all that it could import from here, and the commit ---------------------
-
-
-def code_digest(make_model: MakeModel | None = None, folder: Path = PACKAGE) -> str:
-    """Of the names and contents of a package's files, and of a user's model as it begins."""
-    digest = _of_files(folder).copy()
-    if make_model is not None:
-        for name, param in make_model().named_parameters():
-            digest.update(f"{name} {tuple(param.shape)}\n".encode())
-            digest.update(param.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-@cache  # what has been imported does not change with its file
-def _of_files(folder: Path) -> "hashlib._Hash":
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
-    return digest
-
-
-def commit(folder: Path = PACKAGE) -> str | None:
-    """What git calls the code, with a + if files were changed since; None: it is not git's."""
-    try:
-        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # not just inside a repository
-        changed = _git(folder, "status", "--porcelain", "--", ".")
-        return _git(folder, "rev-parse", "HEAD") + "+" * bool(changed)
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
-    return subprocess.run(
-        command, capture_output=True, check=True, text=True, timeout=10
-    ).stdout.strip()
 
 
 # --- whether one has the form that readers may rely on -------------------------------------------

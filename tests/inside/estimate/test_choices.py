@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import samestep
+from samestep.lab.common.floor import ADAMW_BYTES
 from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.choices import choices, shared_block_seconds
 from samestep.lab.estimate.cluster import Job, Settings
 from samestep.lab.estimate.grid import one_axis
 from samestep.lab.estimate.hardware import PRESETS
 from samestep.lab.estimate.model import load_model
-from samestep.lab.estimate.work import ADAMW_BYTES, chunk_count, elementwise_work
+from samestep.lab.estimate.work import chunk_count, elementwise_work
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link

@@ -15,8 +15,8 @@ import torch
 from samestep.kernels.choice import missing_products
 from samestep.lab.bench.gpu.measure import HOT, Ceilings, Shown, measure_ceilings
 from samestep.lab.bench.gpu.options import SharedOptions, device_of, make_importable, revisions
+from samestep.lab.common.provenance import versions
 from samestep.tooling.output import check_folder, json_file, png_file, write_files
-from samestep.version import __version__
 
 # The screen: with rich where it is installed, else plain text
 
@@ -168,9 +168,7 @@ def heading(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "versions": {
-            "samestep": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
+            **versions(),
             "cuda": torch.version.cuda,
             "triton": version("triton") if find_spec("triton") else None,
         },

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
+from samestep.lab.common.numbers import count, duration, enumeration, moment, ranks, short, size
+from samestep.lab.common.page import templates
 from samestep.lab.stress.report import plot as plots
 from samestep.lab.stress.report.numbers import (
     STATUSES,
@@ -19,13 +19,6 @@ from samestep.lab.stress.report.numbers import (
     Receipt,
     Worst,
     between_replicas,
-    count,
-    duration,
-    enumeration,
-    moment,
-    ranks,
-    short,
-    size,
     to_first_layout,
     worst,
     worst_to_reference,
@@ -42,13 +35,7 @@ LOOPS = {
 
 def render(receipt: Receipt) -> str:
     """One page of HTML that loads nothing; `receipt` has passed `check_receipt`."""
-    environment = Environment(
-        loader=PackageLoader("samestep.lab.stress.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates("samestep.lab.stress.report", trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "size": size, "counted": count}
     return environment.get_template("report.html.jinja").render(
         receipt=receipt,

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from samestep.lab.common.numbers import short
 from samestep.lab.stress.report.numbers import (
     FAMILIES,
     Case,
     Pick,
     between_replicas,
-    short,
     to_first_layout,
     to_reference,
 )

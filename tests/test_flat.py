@@ -72,7 +72,7 @@ def buffers_of(opt):
     storages = {
         bucket.untyped_storage()
         for shared in opt.shared_parameters
-        for bucket in shared._flat.buckets
+        for bucket in shared._parameters._buckets
     }
     return {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
 

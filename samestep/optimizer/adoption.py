@@ -76,7 +76,10 @@ class Adoption:
             if watch.steps == 1:
                 plan.refuse_unnamed_stages(groups)  # which may be younger than the optimizer
                 overlaps = plan.distribution.overlap_grad_reduce
-                if overlaps and any(shared.reducer.unannounced for shared in plan.shared):
+                if overlaps and any(
+                    shared.reductions.hooks is not None and shared.reductions.hooks.unannounced
+                    for shared in plan.shared
+                ):
                     warn_of_reductions_in_step()
             if watch.steps == 1 and plan.distribution.grads == "local":
                 for shared in plan.shared:

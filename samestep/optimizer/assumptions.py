@@ -20,7 +20,7 @@ from samestep.layout.fused_rows import rows_in
 from samestep.optimizer.optimizer_plan import OptimizerPlan
 from samestep.rules.stored import REMAINDER
 from samestep.shards.registry import kind_of
-from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.tooling.warn import some
 
 WIDTH = 100
@@ -377,7 +377,7 @@ REGISTER: tuple[Assumption, ...] = (
         "Copies of a parameter have the same values when training begins and when a state is "
         "loaded.",
         _among_ranks,
-        "samestep.shards.replicated.replicated:ReplicatedParameters.mend_replicas",
+        "samestep.shards.replicated.replicated:ReplicatedShards.mend_replicas",
         "at construction",
         "a checksum of every parameter, of which 8 bytes travel",
     ),
@@ -393,7 +393,7 @@ REGISTER: tuple[Assumption, ...] = (
         "unchanged memory",
         "Parameters in flat buffers stay there, or are brought back; no parameter is expanded.",
         _among_ranks,
-        "samestep.shards.replicated.replicated:ReplicatedParameters._parameter_problem",
+        "samestep.shards.replicated.replicated:ReplicatedShards._parameter_problem",
         "in every step",
     ),
     Assumption(
@@ -438,7 +438,7 @@ REGISTER: tuple[Assumption, ...] = (
         "The gradient of a DTensor that samestep averages is placed as the DTensor is, or is a "
         "summand of it, and stays what it was in the first step.",
         _dtensors_with_copies,
-        "samestep.shards.replicated.reduction:GradientReducer._look_at_placements",
+        "samestep.shards.replicated.reduction:BucketReductions._look_at_placements",
         "in every step",
         "negligible time on the CPU; 8 bytes for each parameter until it is known of all",
     ),
@@ -447,7 +447,7 @@ REGISTER: tuple[Assumption, ...] = (
         "An optimizer that has not met another in one backward in its first step does not later: "
         "on ranks that lack a gradient their reductions would meet in another order.",
         _overlapped,
-        "samestep.shards.replicated.launch_order:LaunchOrder.rival",
+        "samestep.shards.replicated.inside_backward:LaunchOrder.rival",
         "in every step",
     ),
     Assumption(

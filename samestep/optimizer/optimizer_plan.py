@@ -37,7 +37,7 @@ from samestep.shards.placement import Placement
 from samestep.shards.planner import Planner
 from samestep.shards.registry import kind_of
 from samestep.shards.replicated.awaited import ParametersInFlight
-from samestep.shards.replicated.replicated import ReplicatedParameters
+from samestep.shards.replicated.replicated import ReplicatedShards
 
 if TYPE_CHECKING:
     from samestep.shards.dtensor.sharded import ShardedParameters
@@ -318,7 +318,7 @@ class OptimizerPlan:
     def refuse_lost_gradients(self) -> None:
         """Raise if plans have gradients that are nowhere else: new plans would not."""
         for placement in self.shared:
-            name = placement.reducer.sent.only_here()
+            name = placement.reductions.sent.only_here()
             if name is not None:
                 raise RuntimeError(
                     "parameters of the optimizer were replaced, and the gradient of "
@@ -387,9 +387,9 @@ class OptimizerPlan:
         return held.averaged_by(param), held.updated_by(param)
 
     @property
-    def shared(self) -> tuple[ReplicatedParameters, ...]:
+    def shared(self) -> tuple[ReplicatedShards, ...]:
         """What ranks hold whole, plan by plan; in one process nothing."""
-        return tuple(p for p in self.placed if isinstance(p, ReplicatedParameters))
+        return tuple(p for p in self.placed if isinstance(p, ReplicatedShards))
 
     @property
     def sharded(self) -> "tuple[ShardedParameters, ...]":

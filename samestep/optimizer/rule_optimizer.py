@@ -42,11 +42,12 @@ from samestep.optimizer.loading import PART, StateDict, with_plain_options
 from samestep.optimizer.optimizer_plan import OptimizerPlan, joint_call
 from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
+from samestep.plan.schedule import reductions_in_order
 from samestep.rules import checks
 from samestep.rules.state import State
 from samestep.shards.local import plain
 from samestep.shards.replicated.awaited import ParametersInFlight, wait_for_anyone
-from samestep.shards.replicated.replicated import ReplicatedParameters
+from samestep.shards.replicated.replicated import ReplicatedShards
 
 if TYPE_CHECKING:
     from samestep.shards.dtensor.sharded import ShardedParameters
@@ -260,7 +261,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return tuple(g for g in (self.plan.ranks, self.plan.outer) if g is not None)
 
     @property
-    def shared_parameters(self) -> tuple[ReplicatedParameters, ...]:
+    def shared_parameters(self) -> tuple[ReplicatedShards, ...]:
         """What ranks hold whole, plan by plan; in one process nothing."""
         return self.plan.shared
 
@@ -506,11 +507,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         Gradients are then gone from `.grad`. Without other ranks it does nothing.
         """
         # All plans stage by stage: their launches share one order.
-        for placement in self.plan.placed:
+        placed = self.plan.placed
+        for placement in placed:
             placement.end_round()
-        for placement in self.plan.placed:
-            placement.launch_all()
-        for placement in self.plan.placed:
+        for bucket in reductions_in_order([placement.shape for placement in placed]):
+            placed[bucket.placement].launch(bucket.bucket)
+        for placement in placed:
             placement.keep_sums()
 
     # --- whole values ------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.parallel.router_losses import set_share
 from samestep.parallel.stages import StagePlan, cut
-from samestep.shards.replicated.reduction import more_to_come
+from samestep.shards.replicated.inside_backward import more_to_come
 
 ScheduleName = Literal["1f1b", "interleaved"]
 Loss = Callable[[Any, Tensor], Tensor]

@@ -235,6 +235,12 @@ def launch_order(placements: Sequence[Sequence[int]]) -> list[BucketId]:
     return sorted(each, key=lambda bucket: -placements[bucket.placement][bucket.bucket])
 
 
+def reductions_in_order(placements: Sequence[PlacementShape]) -> list[BucketId]:
+    """The buckets that are reduced, in the order in which all ranks launch them."""
+    order = launch_order([p.places or [-1] * len(p.bucket_sizes) for p in placements])
+    return [bucket for bucket in order if placements[bucket.placement].reduces]
+
+
 def step_schedule(
     placements: Sequence[PlacementShape],
     *,
@@ -249,11 +255,9 @@ def step_schedule(
         for number, placement in enumerate(placements)
         for bucket in range(len(placement.bucket_sizes))
     ]
-    order = launch_order([p.places or [-1] * len(p.bucket_sizes) for p in placements])
     reduce: list[Operation] = [
         placements[bucket.placement].sending(Reduce, bucket)
-        for bucket in order
-        if placements[bucket.placement].reduces
+        for bucket in reductions_in_order(placements)
     ]
     agree: list[Operation] = [Agree(n) for n, p in enumerate(placements) if p.agrees]
     # Presence comes first, so that updates need not wait for the last reduction, but not before

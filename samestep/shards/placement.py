@@ -169,10 +169,10 @@ class Placement:
         """Whether gradients that arrive are only kept."""
 
     def end_round(self) -> None:
-        """No gradient comes any more before `launch_all`."""
+        """No gradient comes any more before all buckets are launched."""
 
-    def launch_all(self) -> None:
-        """Start every reduction that backward has not."""
+    def launch(self, number: int) -> None:
+        """Start the reduction of a bucket, unless backward has."""
 
     def keep_sums(self) -> None:
         """Wait for them, keep this rank's part, and begin a new round."""

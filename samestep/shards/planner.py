@@ -31,7 +31,7 @@ from samestep.shards.copies import Copies, find_copies, refuse_copies_nobody_ave
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.registry import KINDS, Kind, kind_of
 from samestep.shards.replicated.awaited import ParametersInFlight
-from samestep.shards.replicated.launch_order import LaunchOrder
+from samestep.shards.replicated.inside_backward import LaunchOrder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

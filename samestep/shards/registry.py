@@ -37,7 +37,7 @@ KINDS = [
         "replicated",
         "plain tensors, of which every rank has a copy",
         lambda param: mesh_of(param) is None,
-        "samestep.shards.replicated.replicated:ReplicatedParameters",
+        "samestep.shards.replicated.replicated:ReplicatedShards",
     ),
     Kind(
         "dtensor",

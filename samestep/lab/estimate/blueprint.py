@@ -46,7 +46,7 @@ from samestep.shards.dtensor.local_shards import refuse_cut_scales
 from samestep.shards.local import KnownGroup, LocalParameters
 from samestep.shards.placement import PlanMembers
 from samestep.shards.registry import KINDS, kind_of, require_kind
-from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.local_tensors import REPLICATED, SUMMAND
 from samestep.shards.replicated.planned import plan_copies
 from samestep.shards.windows import OffloadUnit, Windows

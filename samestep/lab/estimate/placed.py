@@ -26,7 +26,7 @@ from samestep.plan.transfers import CollectivePolicy
 from samestep.rules.state import State, StoredTensors, block_state_shapes, state_shapes
 from samestep.shards.dtensor.planned import plan_chunks
 from samestep.shards.dtensor.planned import shape_of as shape_of_blocks
-from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.planned import ReplicatedPlan
 from samestep.shards.windows import OffloadUnit, Windows
 

@@ -22,7 +22,7 @@ from samestep.plan.flat import places
 from samestep.plan.packing import PackedPart
 from samestep.plan.sharding import Segment
 from samestep.plan.transfers import Traffic, Transfer, divides_first
-from samestep.shards.replicated.buffers import gradient_dtype, joint_gradient_dtype
+from samestep.shards.replicated.buckets import gradient_dtype, joint_gradient_dtype
 from samestep.update.lanes import Batch
 
 GRADIENTS, BUFFERS, TEMPORARIES = "gradients", "buffers", "temporaries"

@@ -21,7 +21,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import axes_group, box_without
 from samestep.layout.boxes import cut_as
 from samestep.plan.sharding import Piece
-from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.local_tensors import MEAN, REPLICATED, SUMMAND
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from samestep.shards.dtensor.local_shards import (
 from samestep.shards.dtensor.mesh_layout import MeshLayout
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.local_tensors import LocalTensors
-from samestep.shards.replicated.replicated import ReplicatedParameters
+from samestep.shards.replicated.replicated import ReplicatedShards
 from samestep.shards.windows import OffloadSlice, OffloadUnit, StateDevice, state_device
 from samestep.update.plain import GroupMaths, Operand, scale
 
@@ -61,7 +61,7 @@ class ShardedParameters(Placement):
         self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
     ) -> None:
         self.params = [param for param in members.params if isinstance(param, DTensor)]
-        self._tensors = LocalTensors(self.params)
+        self._tensors = LocalTensors(self.params, [spec.name for spec in members.specs])
         self.specs = members.specs
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
@@ -112,7 +112,7 @@ class ShardedParameters(Placement):
         found: list[Placement] = []
         for mesh in dict.fromkeys(map(mesh_of, params)):
             if mesh in request.copies:
-                found += ReplicatedParameters.of_mesh(request, mesh)
+                found += ReplicatedShards.of_mesh(request, mesh)
             elif mesh is not None:
                 members = request.members(request.indices, partial(_is_on, mesh))
                 found.append(cls(members, mesh, request.distribution, ranks))
@@ -244,7 +244,7 @@ class ShardedParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         super().begin_step(state, problem)
-        changed = self._tensors.changed(self._names, self.group)
+        changed = self._tensors.changed(self.group)
         self.problem = problem or changed or self._gradient_problem()
         values = [param.to_local() for param in self.params]
         self.shards.look_at(values, [state[param] for param in self.params])

@@ -9,15 +9,16 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
+from samestep.comm.collectives import Gathered
 from samestep.plan.flat import FlatPlace, places
 from samestep.plan.sharding import ShardingPlan
-from samestep.shards.replicated.buffers import GradientBuffers
+from samestep.shards.replicated.buckets import gradient_dtypes
 from samestep.shards.replicated.local_tensors import LocalTensors
 
 BufferKind = tuple[torch.dtype, torch.device]
 
 
-class FlatGradientBuffers(GradientBuffers):
+class FlatGradients:
     """Gradients are moved into the buffers of their buckets as backward finishes them.
 
     There `.grad` is a view of its place, and later micro-batches add to it. With `keep` all
@@ -27,21 +28,23 @@ class FlatGradientBuffers(GradientBuffers):
 
     def __init__(
         self,
-        held: LocalTensors,
+        local: LocalTensors,
         plan: ShardingPlan,
         reduce_dtype: torch.dtype | None,
-        *,
         rank: int,
+        *,
         keep: bool,
     ) -> None:
-        super().__init__(held, plan, reduce_dtype)
-        self._rank = rank
-        self._keep = keep
+        self._local, self._plan, self._rank, self._keep = local, plan, rank, keep
+        self._reduce_dtype = reduce_dtype
         self._places = places(plan)
+        self._members = [bucket.params for bucket in plan.buckets]
+        self._sizes = [bucket.size for bucket in plan.buckets]
         self._buffers: dict[int, Tensor] = {}
         # By dtype of the gradients and device: each has room for any bucket of that kind, also
         # where `grad_dtype` gives parameters of several dtypes gradients of one.
-        self._kinds = list(zip(self._dtypes, self._devices, strict=True))
+        devices = [local.params[members[0]].device for members in self._members]
+        self._kinds = list(zip(gradient_dtypes(local, plan), devices, strict=True))
         self._spare: dict[BufferKind, list[Tensor]] = {kind: [] for kind in self._kinds}
         self._room = dict.fromkeys(self._kinds, 0)
         for kind, size in zip(self._kinds, self._sizes, strict=True):
@@ -50,26 +53,26 @@ class FlatGradientBuffers(GradientBuffers):
 
     def arrived(self, index: int) -> None:
         """Move a gradient into its place."""
-        place, grad = self._places[index], self._held.gradient(index)
+        place, grad = self._places[index], self._local.gradient(index)
         if place is None or grad is None or grad.layout != torch.strided:
             return
         view = self._view(index, place)
         if grad.data_ptr() != view.data_ptr() and grad.dtype == view.dtype:
             view.copy_(grad)
-            self._held.put_gradient(index, view)
+            self._local.put_gradient(index, view)
 
-    def packed(self, number: int, *, without: Container[int] = ()) -> Tensor:
+    def packed(self, number: int, without: Container[int]) -> Tensor:
         """The buffer of a bucket, with the gradients that are not in their places yet."""
         for index in self._members[number]:
             place = self._places[index]
             assert place is not None
             view = self._view(index, place)
-            grad = None if index in without else self._dense(index)
+            grad = None if index in without else self._local.dense_gradient(index)
             if grad is None:
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
-        buffer = self._buffer(number)[: self._plan.buckets[number].size]
+        buffer = self._buffer(number)[: self._sizes[number]]
         return buffer if self._reduce_dtype is None else buffer.to(self._reduce_dtype)
 
     def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
@@ -98,12 +101,12 @@ class FlatGradientBuffers(GradientBuffers):
     def end_step(self) -> None:
         """Gradients that lie here are partly sums by now: nobody shall take them for gradients."""
         for index, place in enumerate(self._places):
-            grad = None if place is None else self._held.gradient(index)
+            grad = None if place is None else self._local.gradient(index)
             if place is None or grad is None or grad.layout != torch.strided:
                 continue
             buffer = self._buffers.get(place.bucket)
             if buffer is not None and _lies_in(grad, buffer):
-                self._held.put_gradient(index, None)
+                self._local.put_gradient(index, None)
 
     def _view(self, index: int, place: FlatPlace) -> Tensor:
         """The place of a gradient, in the parameter's shape; its version counts for itself."""
@@ -134,20 +137,23 @@ def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
 
 
 class FlatParameters:
-    """Parameters as views of one buffer per dtype; `buckets[number]` is (size,), gaps included."""
+    """Parameters as views of one buffer per dtype, in which every bucket is a stretch.
 
-    def __init__(self, held: LocalTensors, plan: ShardingPlan, *, poison: bool) -> None:
-        self._held = held
-        self._poison = poison
-        self._rooms: dict[int, Tensor] = {}
-        self.buckets: list[Tensor] = [torch.empty(0)] * len(plan.buckets)
+    poison: parameters that are on their way are NaN, to show reads that come too early.
+    """
+
+    def __init__(self, local: LocalTensors, plan: ShardingPlan, rank: int, *, poison: bool) -> None:
+        self._local, self._rank, self._poison = local, rank, poison
+        self._rooms: dict[int, Tensor] = {}  # that buckets are gathered into, if poisoned
+        self._segment_sizes = [bucket.segment_sizes for bucket in plan.buckets]
+        self._buckets: list[Tensor] = [torch.empty(0)] * len(plan.buckets)
         for dtype in dict.fromkeys(bucket.dtype for bucket in plan.buckets):
             numbers = [i for i, bucket in enumerate(plan.buckets) if bucket.dtype == dtype]
             sizes = [plan.buckets[number].size for number in numbers]
-            like = held.value(plan.buckets[numbers[0]].params[0])
+            like = local.value(plan.buckets[numbers[0]].params[0])
             buffer = like.new_zeros(sum(sizes))
             for number, part in zip(numbers, torch.split(buffer, sizes), strict=True):
-                self.buckets[number] = part
+                self._buckets[number] = part
         self._views = [
             None if place is None else self._view(place, spec.shape)
             for spec, place in zip(plan.params, places(plan), strict=True)
@@ -160,7 +166,7 @@ class FlatParameters:
         The tensor has a storage of its own on the same memory, since `torch.save` writes the whole
         storage of every tensor: one norm of a state dict would bring the whole model along.
         """
-        view = self.buckets[place.bucket][place.start : place.start + math.prod(shape)].view(shape)
+        view = self._buckets[place.bucket][place.start : place.start + math.prod(shape)].view(shape)
         # Meta tensors have no memory, and other devices no DLPack that shares it.
         return torch.from_dlpack(view) if view.device.type in ("cpu", "cuda") else view
 
@@ -170,27 +176,26 @@ class FlatParameters:
         for index, view in enumerate(self._views):
             if view is None:
                 continue
-            value = self._held.value(index)
+            value = self._local.value(index)
             if (value.data_ptr(), value.stride()) == self._at(view):
                 continue
             view.copy_(value.clone())  # it may lie across the very same memory
-            self._held.replace(index, view)
+            self._local.replace(index, view)
 
     @staticmethod
     def _at(view: Tensor) -> tuple[int, tuple[int, ...]]:
         return view.data_ptr(), view.stride()
 
-    def room(self, number: int) -> Tensor:
-        """Where a bucket is gathered: in place, or elsewhere to show reads that come too early."""
-        bucket = self.buckets[number]
-        if not self._poison:
-            return bucket
-        self._rooms[number] = bucket.clone()
-        bucket.fill_(torch.nan)
-        return self._rooms[number]
+    def segment(self, number: int) -> tuple[Tensor, Tensor]:
+        """This rank's segment, and the bucket that it lies in: the parameters, or a copy."""
+        whole = bucket = self._buckets[number]
+        if self._poison:
+            whole = self._rooms[number] = bucket.clone()
+            bucket.fill_(torch.nan)
+        return torch.split(whole, self._segment_sizes[number])[self._rank], whole
 
     @torch.no_grad()
-    def arrived(self, number: int) -> None:
-        """The gather of a bucket is over."""
+    def arrived(self, number: int, gathered: Gathered) -> None:
+        """See `ParameterBuckets`: others have written into the parameters, or into the copy."""
         if number in self._rooms:
-            self.buckets[number].copy_(self._rooms.pop(number))
+            self._buckets[number].copy_(self._rooms.pop(number))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import RankFailure, changed_parameter
+from samestep.groups.group_checks import sparse_gradient
 from samestep.layout.boxes import cut_as, mesh_of, range_boxes
 from samestep.shards.replicated.reduced_gradient import ReducedGradient
 
@@ -20,8 +21,8 @@ REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that
 class LocalTensors:
     """The parameters of one plan, by their index in it."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = list(params)
+    def __init__(self, params: Sequence[Tensor], names: Sequence[str]) -> None:
+        self.params, self._names = list(params), names
         self._dtensors: list[Any] = [
             None if mesh_of(param) is None else param for param in self.params
         ]
@@ -66,13 +67,13 @@ class LocalTensors:
         held = map(self._held, range(len(self.params)))
         return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in held]
 
-    def changed(self, names: Sequence[str], group: RankGroup) -> RankFailure | None:
+    def changed(self, group: RankGroup) -> RankFailure | None:
         """The first that is not what it was, and what it is now."""
         for index, (param, was) in enumerate(zip(self.params, self._were, strict=True)):
             if (param.dtype, param.device) != was:
                 now, then = f"{param.dtype} on {param.device}", f"{was[0]} on {was[1]}"
                 return changed_parameter(
-                    names[index], index, f"is {now} now, and was {then}", group
+                    self._names[index], index, f"is {now} now, and was {then}", group
                 )
         return None
 
@@ -101,6 +102,13 @@ class LocalTensors:
             self._cut_gradient(index)
             held = _held_of(self.params[index].grad)
         return held.detach()
+
+    def dense_gradient(self, index: int) -> Tensor | None:
+        """The same of a gradient that is about to travel, maybe before a step has looked at it."""
+        grad = self.gradient(index)
+        if grad is not None and grad.layout != torch.strided:
+            raise sparse_gradient(self._names[index])
+        return grad
 
     def has_gradient(self, index: int) -> bool:
         """Whether there is one to read here."""

@@ -20,7 +20,7 @@ from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, ShardingPlan, plan_sharding
 from samestep.plan.transfers import CollectivePolicy
 from samestep.shards.placement import PlanMembers
-from samestep.shards.replicated.buffers import joint_gradient_dtype
+from samestep.shards.replicated.buckets import joint_gradient_dtype
 
 
 def planned(

@@ -5,12 +5,13 @@ collectives with the same sizes, whatever gradients they have and whatever they 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import is_nccl, maximum
+from samestep.comm.collectives import Gathered, Pending, gather_stretch, is_nccl, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
 from samestep.comm.presence import Call, PresenceAgreement, RankFailure, ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
@@ -24,14 +25,19 @@ from samestep.plan.sharding import Piece
 from samestep.rules.state import State
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.agreed import agree_on_plan, mend_replicas
-from samestep.shards.replicated.buffers import gradient_dtype
-from samestep.shards.replicated.flat import FlatParameters
-from samestep.shards.replicated.gathering import ParameterGatherer
+from samestep.shards.replicated.buckets import (
+    CopiedGradients,
+    CopiedParameters,
+    GradientBuckets,
+    ParameterBuckets,
+    gradient_dtype,
+)
+from samestep.shards.replicated.flat import FlatGradients, FlatParameters
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen
 from samestep.shards.replicated.piece_state import PieceState, StateEntry
 from samestep.shards.replicated.planned import ReplicatedPlan, plan_copies, refuse_levels
-from samestep.shards.replicated.reduction import GradientReducer
+from samestep.shards.replicated.reduction import BucketReductions
 from samestep.shards.windows import OffloadUnit, state_device
 from samestep.update.plain import GroupMaths, Operand, scale
 
@@ -64,7 +70,7 @@ class MeshSide(NamedTuple):
     blocks: "PrimaryBlocks"
 
 
-class ReplicatedParameters(Placement):
+class ReplicatedShards(Placement):
     """One plan at work: the parameters of a construction or of one added group."""
 
     def __init__(
@@ -78,8 +84,8 @@ class ReplicatedParameters(Placement):
         group, divisor, outer = reduction
         self.params = list(members.params)
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
-        self.held = LocalTensors(self.params)
-        self.device = self.held.value(0).device
+        self.local = LocalTensors(self.params, [spec.name for spec in members.specs])
+        self.device = self.local.value(0).device
         # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
         beside = request.brings_together
         self.distribution = request.distribution
@@ -99,33 +105,25 @@ class ReplicatedParameters(Placement):
             self.places = in_two_levels(group, planned.fabric.per_host)
         self._names = [spec.name for spec in self.plan.params]
         lines = [*self.distribution.lines(), f"divisor = {divisor}", *self._lines(planned, layout)]
-        agree_on_plan(self._names, self.held.values(), lines, self._groups, members.problem)
-        self._flat: FlatParameters | None = None
-        if self.distribution.buffers == "flat":
-            poison = self.distribution.poison_early_reads
-            self._flat = FlatParameters(self.held, self.plan, poison=poison)
+        agree_on_plan(self._names, self.local.values(), lines, self._groups, members.problem)
+        self._parameters, gradients = self._buckets()
         self.mend_replicas()
         self.mesh: MeshSide | None = None
         if layout is not None:
             self.mesh = self._mesh_side(layout)
             self.shape = self.shape.with_chunks_of(self.mesh.blocks.exchange.shape)
-        self.reducer = GradientReducer(
-            self.held,
+        self.reductions = BucketReductions(
+            self.local,
             self.plan,
+            gradients,
             reduction._replace(ranks=self.places),
             self.distribution,
             planned.policy,
             self.shape.exchanges,
             request.order,
         )
-        self._gatherer = ParameterGatherer(
-            self.held,
-            self.plan,
-            self.places,
-            self.shape.exchanges,
-            self._flat,
-            request.in_flight if self.shape.defers else None,
-        )
+        self._gathers: dict[int, Pending[Gathered]] = {}  # by bucket, in flight
+        self._in_flight = request.in_flight if self.shape.defers else None
         self._order = request.order
         replicated = self._replicated_here() if layout is None else layout.replicated
         self.compares_copies = replicated is not None
@@ -138,6 +136,18 @@ class ReplicatedParameters(Placement):
         self._owned = [bucket.owned(self.places.rank).places() for bucket in self.plan.buckets]
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._kinds_agreed = False
+
+    def _buckets(self) -> tuple[ParameterBuckets, GradientBuckets]:
+        """Parameters and gradients as buckets: in flat buffers, or copied for each collective."""
+        chosen, rank = self.distribution, self.places.rank
+        of_plan = self.local, self.plan
+        if chosen.buffers != "flat":
+            return CopiedParameters(*of_plan, rank), CopiedGradients(*of_plan, chosen.reduce_dtype)
+        keep, poison = not chosen.frees_gradients, chosen.poison_early_reads
+        return (
+            FlatParameters(*of_plan, rank, poison=poison),
+            FlatGradients(*of_plan, chosen.reduce_dtype, rank, keep=keep),
+        )
 
     def _planned(
         self,
@@ -203,7 +213,7 @@ class ReplicatedParameters(Placement):
         return ReplicatedHere(along, (0,), self.group, _WAY_OUT)
 
     @classmethod
-    def plans(cls, request: "Request") -> "list[ReplicatedParameters]":
+    def plans(cls, request: "Request") -> "list[ReplicatedShards]":
         """One plan for groups that are reduced alike; one process shares nothing."""
         if request.ranks is None:
             return []
@@ -216,7 +226,7 @@ class ReplicatedParameters(Placement):
         ]
 
     @classmethod
-    def of_mesh(cls, request: "Request", mesh: "DeviceMesh") -> "list[ReplicatedParameters]":
+    def of_mesh(cls, request: "Request", mesh: "DeviceMesh") -> "list[ReplicatedShards]":
         """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
         from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
 
@@ -239,9 +249,10 @@ class ReplicatedParameters(Placement):
         return MeshSide(layout, MeshSums(layout), blocks)
 
     def activate(self) -> None:
-        """Put its buckets into the one order of launches."""
-        self._order.add(self.reducer, self.shape.places)
-        if self.distribution.overlap_grad_reduce:
+        """Put its buckets into the one order of launches inside backward."""
+        hooks = self.reductions.hooks
+        if hooks is not None and self.distribution.overlap_grad_reduce:
+            self._order.add(hooks, self.shape.places)
             self._order.launch_inside_backward(self._names, self.group.members)
 
     def lines(self) -> list[str]:
@@ -253,7 +264,11 @@ class ReplicatedParameters(Placement):
     def averaged_by(self, param: Tensor) -> str:
         if self.distribution.grads == "reduced":
             return "somebody else"
-        outer = "" if self.reducer.outer is None else f", {ranks_text(self.reducer.outer.members)}"
+        outer = (
+            ""
+            if self.reductions.outer is None
+            else f", {ranks_text(self.reductions.outer.members)}"
+        )
         return f"us: {ranks_text(self.group.members)}{outer}"
 
     def updated_by(self, param: Tensor) -> str:
@@ -276,7 +291,7 @@ class ReplicatedParameters(Placement):
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
         for group in reversed(self._holding_alike):
-            mend_replicas(self._names, self.held.values(), group, strict=self.distribution.strict)
+            mend_replicas(self._names, self.local.values(), group, strict=self.distribution.strict)
 
     # --- state ---------------------------------------------------------------------------
 
@@ -284,7 +299,7 @@ class ReplicatedParameters(Placement):
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
         layout = None if self.mesh is None else self.mesh.layout
         self._pieces = PieceState(self.plan, self.params, self.places, groups, layout)
-        self._shards = PieceShards(self.held, self.plan, self._pieces.packing, groups, layout)
+        self._shards = PieceShards(self.local, self.plan, self._pieces.packing, groups, layout)
         state = self._pieces.zeros(state_device(self.device, self.distribution.offload))
         self.refresh_masters(state)
         if self.mesh is not None:
@@ -318,21 +333,23 @@ class ReplicatedParameters(Placement):
         self._pieces.put(state, self._index(param), key, whole)
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        self._pieces.put_values(self.held, self._index(param), key, into)
+        self._pieces.put_values(self.local, self._index(param), key, into)
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """The mean of the rounds so far, for a parameter; None if no rank has a gradient."""
         if self.distribution.grads == "reduced":
             return super().whole_gradient(param)
         index = self._index(param)
-        here = torch.tensor([self.reducer.sent.here[index]], dtype=torch.int64, device=self.device)
-        mean = self.reducer.mean_of(index).view(self.plan.params[index].shape)
+        here = torch.tensor(
+            [self.reductions.sent.here[index]], dtype=torch.int64, device=self.device
+        )
+        mean = self.reductions.mean_of(index).view(self.plan.params[index].shape)
         for group in self._groups:
             here = maximum(f"presence of {self._names[index]}", here, group).wait()
         if self.mesh is not None:
             self._agree_on_kinds(self.mesh.sums)
             all_of_it = [(Piece(index, 0, mean.numel()), mean)]
-            ((_, summed),) = self.mesh.sums.added_up(all_of_it, self.reducer.kinds)
+            ((_, summed),) = self.mesh.sums.added_up(all_of_it, self.reductions.kinds)
             mean = self.mesh.layout.whole(index, summed.view(mean.shape))
         return mean if bool(here) else None
 
@@ -340,14 +357,14 @@ class ReplicatedParameters(Placement):
         if self.mesh is None:
             return super().whole_value(param)
         index = self._index(param)
-        return self.mesh.layout.whole(index, self.held.value(index))
+        return self.mesh.layout.whole(index, self.local.value(index))
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
         if self.mesh is None:
             super().put_value(param, whole)
         else:
             index = self._index(param)
-            self.held.value(index).copy_(self.mesh.layout.part(index, whole))
+            self.local.value(index).copy_(self.mesh.layout.part(index, whole))
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Every rank its own copy. Of master copies a rank has pieces: these come together first.
@@ -358,7 +375,7 @@ class ReplicatedParameters(Placement):
         if self.mesh is not None:
             factor = self.mesh.layout.part(index, factor)
         local = self._pieces.local_masters(state, index, self.device)
-        scale(self.held.value(index), local, factor)
+        scale(self.local.value(index), local, factor)
         for key in local:
             self._pieces.put_local(state, index, key, local[key])
 
@@ -371,16 +388,16 @@ class ReplicatedParameters(Placement):
         if self.mesh is not None:
             self._agree_on_kinds(self.mesh.sums)
             part = self.mesh.layout.part(index, whole)
-            whole = self.mesh.sums.as_summand(part, self.reducer.kinds[index])
-        self.reducer.set_mean_of(index, whole.reshape(-1))
+            whole = self.mesh.sums.as_summand(part, self.reductions.kinds[index])
+        self.reductions.set_mean_of(index, whole.reshape(-1))
 
     # --- the step, operation by operation ------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         if self._edits is not None and not self._edits.look():
             self._edits = None
-        self.reducer.end_round(problem or self._parameter_problem())
-        self.problem = self.reducer.problem
+        self.reductions.end_round(problem or self._parameter_problem())
+        self.problem = self.reductions.problem
         are_new = self._shards.look_at(state)
         self._shards.read_strided()
         if self.mesh is not None:
@@ -414,22 +431,21 @@ class ReplicatedParameters(Placement):
 
     def _parameter_problem(self) -> RankFailure | None:
         """What was done to a parameter since the plan was made."""
-        problem = self.held.changed(self._names, self.group)
-        if problem is None and self._flat is not None:
-            self._flat.adopt()
+        problem = self.local.changed(self.group)
+        if problem is None:
+            self._parameters.adopt()
         return problem
 
     def finish_step(self) -> None:
         self._shards.write_strided()  # also those that nobody gathers
-        self._gatherer.advance()  # forward may wait for them in another order on each rank
-        self.reducer.finish_step()
+        self._advance()  # forward may wait for them in another order on each rank
+        self.reductions.finish_step()
         self._end_of_blocks()
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
         self._grads.clear()
-        self.reducer.is_looked_at = False
-        self.reducer.abandon()
+        self.reductions.abandon()
         self.problem = None
         self._end_of_blocks()
 
@@ -438,56 +454,58 @@ class ReplicatedParameters(Placement):
             self.mesh.blocks.end_step()
 
     def pause(self, paused: bool) -> None:
-        self.reducer.paused = paused
+        if self.reductions.hooks is not None:
+            self.reductions.hooks.paused = paused
 
     def end_round(self) -> None:
         if self.distribution.grads == "local":
-            self.reducer.end_round(None)
+            self.reductions.end_round(None)
 
-    def launch_all(self) -> None:
+    def launch(self, number: int) -> None:
+        """Start the reduction of a bucket, unless backward has."""
         if self.distribution.grads == "local":
-            self.reducer.launch_through(len(self.plan.buckets) - 1)
+            self.reductions.launch(number)
+            self.problem = self.reductions.problem
 
     def keep_sums(self) -> None:
         """Wait for them, keep this rank's part, and begin a new round."""
         if self.distribution.grads == "local":
-            if self._presence.look_for_drops(bool(self.reducer.sent.dropped)):
+            if self._presence.look_for_drops(bool(self.reductions.sent.dropped)):
                 self._void_dropped()
-            self.reducer.accumulate()
+            self.reductions.accumulate()
 
     def drop_reduced(self) -> None:
-        self.reducer.sent.drop_all()
+        self.reductions.sent.drop_all()
 
     def begin_look(self) -> None:
-        self.reducer.is_looked_at = True
+        self.reductions.is_looked_at = True
 
     def scale_gradients(self, factor: Tensor) -> None:
         if self.distribution.grads == "local":
-            self.reducer.scale(factor)
+            self.reductions.scale(factor)
         else:
             super().scale_gradients(factor)
 
     def end_look(self) -> None:
         self._grads.clear()
         self._end_of_blocks()
-        self.reducer.is_looked_at = False
+        self.reductions.is_looked_at = False
         if self.distribution.grads == "local":
-            self.reducer.sent.show_as_reduced()
+            self.reductions.sent.show_as_reduced()
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Reduce, average, gather and place: one bucket."""
         number = operation.bucket.bucket
         match operation:
             case Reduce():
-                self.reducer.launch_through(number)  # unless backward has
-                self.problem = self.reducer.problem
+                self.launch(number)
             case Average():
                 self.average(number)
             case Gather():
                 self._shards.write_strided(piece for piece, _ in self._owned[number])
-                self._gatherer.launch(number)
+                self._gather(number)
             case Place():
-                self._gatherer.place(number)
+                self._place(number)
             case _:
                 assert self.mesh is not None
                 self.mesh.blocks.exchange.run(operation, maths, self.chunk_arrived(operation))
@@ -499,10 +517,10 @@ class ReplicatedParameters(Placement):
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
-        whole = self.reducer.is_whole_along
-        dropped = bool(self.reducer.sent.dropped)
+        whole = self.reductions.is_whole_along
+        dropped = bool(self.reductions.sent.dropped)
         self._present = self._presence.agree(
-            self.reducer.sent.here, problem, self.intent, met, whole, dropped=dropped
+            self.reductions.sent.here, problem, self.intent, met, whole, dropped=dropped
         )
         if self._presence.dropped:
             self._void_dropped()
@@ -514,22 +532,22 @@ class ReplicatedParameters(Placement):
 
     def _void_dropped(self) -> None:
         """All ranks forget what was reduced of gradients that were dropped since."""
-        void, again = self._presence.agree_on_drops(self.reducer.sent.drops())
-        self.reducer.void(void, again=again)
+        void, again = self._presence.agree_on_drops(self.reductions.sent.drops())
+        self.reductions.void(void, again=again)
 
     def _agree_on_kinds(self, sums: "MeshSums") -> None:
         """What gradients are along the mesh, until it is known of all; then nobody waits."""
         if not self._kinds_agreed:
-            self.reducer.kinds = sums.agreed_kinds(self.reducer.kinds, self._groups)
-            self._kinds_agreed = not sums.are_open(self.reducer.kinds)
+            self.reductions.kinds = sums.agreed_kinds(self.reductions.kinds, self._groups)
+            self._kinds_agreed = not sums.are_open(self.reductions.kinds)
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
         if self.distribution.grads == "local":
-            mean = self.reducer.take(number)
+            mean = self.reductions.mean(number)
             grads = [(piece, mean[place]) for piece, place in self._owned[number]]
             if self.mesh is not None:
-                grads = self.mesh.sums.added_up(grads, self.reducer.kinds)
+                grads = self.mesh.sums.added_up(grads, self.reductions.kinds)
                 self.mesh.blocks.take_gradients(grads)
                 grads = [(piece, grad) for piece, grad in grads if piece.block is None]
             self._grads[number] = grads
@@ -540,6 +558,32 @@ class ReplicatedParameters(Placement):
             grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
             part = grad.reshape(-1)[piece.start : piece.stop]
             self._grads[number].append((piece, part))
+
+    def _gather(self, number: int) -> None:
+        """Start sending the updated segment of a bucket to everyone."""
+        gather = self.shape.exchanges[number].gather
+        if gather is None:
+            return
+        transfer = gather.transfer
+        segment, whole = self._parameters.segment(number)
+        assert transfer.sizes is not None
+        planned = transfer.sizes[self.places.rank], transfer.dtype
+        assert planned == (segment.numel(), segment.dtype), transfer.name
+        self._advance()
+        self._gathers[number] = gather_stretch(transfer, segment, self.places, into=whole)
+        if self._in_flight is not None:
+            members = [self.params[index] for index in self.plan.buckets[number].params]
+            self._in_flight.add(members, partial(self._place, number))
+
+    def _advance(self) -> None:
+        """Launch the second legs of gathers that go in two levels."""
+        for gather in self._gathers.values():
+            gather.advance()
+
+    def _place(self, number: int) -> None:
+        """Wait for a bucket, and put what the others have updated into the parameters."""
+        if number in self._gathers:
+            self._parameters.arrived(number, self._gathers.pop(number).wait())
 
     def operands(
         self, number: int, window: WindowId | None = None

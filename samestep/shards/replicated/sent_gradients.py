@@ -14,7 +14,7 @@ from samestep.comm.presence import Drops, RankFailure
 from samestep.groups.gradient_writes import Look, look
 from samestep.groups.mistakes import EDITS_LOOKED_FOR
 from samestep.layout.boxes import clone_in_place
-from samestep.shards.replicated.buffers import gradient_dtype
+from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.reduced_gradient import ReducedGradient
 

@@ -44,8 +44,7 @@ def parameters_of(optimizer):
     """Parameters, and the flat buffers in which they lie."""
     yield from (p for group in optimizer.param_groups for p in group["params"])
     for placement in optimizer.shared_parameters:
-        if getattr(placement, "_flat", None) is not None:
-            yield from placement._flat.buckets
+        yield from getattr(placement._parameters, "_buckets", ())
 
 
 def measured(rank, world, kind, layouts):
@@ -82,7 +81,7 @@ def measured(rank, world, kind, layouts):
 def _gradients(training):
     """Of DTensors, and the buffers that flat ones keep."""
     for plan in training.optimizer.shared_parameters:
-        gradients = plan.reducer._gradients
+        gradients = plan.reductions.gradients
         yield from getattr(gradients, "_buffers", {}).values()
         for spares in getattr(gradients, "_spare", {}).values():
             yield from spares

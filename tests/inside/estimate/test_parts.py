@@ -70,7 +70,7 @@ def step(model, optimizer, number, rank):
 def buffers_of(optimizer):
     """What flat gradients keep."""
     for placement in optimizer.shared_parameters:
-        gradients = placement.reducer._gradients
+        gradients = placement.reductions.gradients
         yield from getattr(gradients, "_buffers", {}).values()
         for spares in getattr(gradients, "_spare", {}).values():
             yield from spares

@@ -169,7 +169,7 @@ def stepped(optimizer, case, *, last):
     before = sum(storages(buffers_of(optimizer)).values())
     placements = optimizer.shared_parameters
     for placement in placements:  # what was reduced inside backward
-        placement.reducer._land_all()
+        placement.reductions._land_all()
     with settled(), peak_bytes() as peak:
         # What is freed inside only shows if it is made there.
         if case.shares.get("buffers") != "flat":
@@ -177,7 +177,7 @@ def stepped(optimizer, case, *, last):
                 if param.grad is not None:
                     is_plain = type(param.grad) is torch.Tensor
                     param.grad = param.grad.clone() if is_plain else copied(param.grad)
-        for reducer in (p.reducer for p in placements if p.distribution.frees_gradients):
+        for reducer in (p.reductions for p in placements if p.distribution.frees_gradients):
             reducer._sums = [None if kept is None else kept.clone() for kept in reducer._sums]
         optimizer.step()
         optimizer.wait_for_parameters()

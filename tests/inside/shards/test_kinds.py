@@ -195,7 +195,7 @@ def on_a_rank(rank, folder):
 
     model, optimizer = new_training()
     kinds = [type(placed).__name__ for placed in optimizer.plan.placed]
-    assert kinds == ["KeptByFirst", "ReplicatedParameters"]
+    assert kinds == ["KeptByFirst", "ReplicatedShards"]
     train(model, optimizer, range(4), own)
     assert samestep.stress.check(model, optimizer) == []
     said = optimizer.table(), optimizer.explain()

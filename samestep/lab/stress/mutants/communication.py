@@ -16,23 +16,22 @@ from samestep.plan import sharding
 from samestep.plan.bucket_exchanges import bucket_exchanges
 from samestep.plan.transfers import Transfer
 from samestep.shards.replicated import planned, reduction
-from samestep.shards.replicated.flat import FlatGradientBuffers
-from samestep.shards.replicated.gathering import ParameterGatherer
-from samestep.shards.replicated.launch_order import LaunchOrder
-from samestep.shards.replicated.reduction import GradientReducer
-from samestep.shards.replicated.replicated import ReplicatedParameters
+from samestep.shards.replicated.flat import FlatGradients
+from samestep.shards.replicated.inside_backward import GradientHooks, LaunchOrder
+from samestep.shards.replicated.reduction import BucketReductions
+from samestep.shards.replicated.replicated import ReplicatedShards
 
 
-@mutant("hang", "dist_adamw_muon", replaces=(GradientReducer, "launch_next"))
-def no_presence_mask(original: Any, self: GradientReducer) -> None:
+@mutant("hang", "dist_adamw_muon", replaces=(BucketReductions, "launch"))
+def no_presence_mask(original: Any, self: BucketReductions, number: int) -> None:
     """a rank without gradients skips their reduction, and the others wait for it"""
-    members = self._members[self.launched]
-    if any(self._params[index].grad is not None for index in members):
-        original(self)
+    params = [self.local.params[index] for index in self.members[number]]
+    if number < self.launched or any(param.grad is not None for param in params):
+        original(self, number)
         return
-    size = self._plan.buckets[self.launched].segment_sizes[self._group.rank]
+    size = self._plan.buckets[number].segment_sizes[self._group.rank]
     nothing = torch.zeros(size)
-    self._flying[self.launched] = Pending(None, (), lambda: nothing)
+    self._flying[number] = Pending(None, (), lambda: nothing)
     self.launched += 1
 
 
@@ -44,18 +43,18 @@ def absent_is_not_untouched(
     return [True] * len(original(self, here, *others, **named))
 
 
-@mutant("reference", "fixed_capacity", replaces=(GradientReducer, "end_round"))
-def zeros_are_absent(original: Any, self: GradientReducer, problem: Any) -> None:
+@mutant("reference", "fixed_capacity", replaces=(BucketReductions, "end_round"))
+def zeros_are_absent(original: Any, self: BucketReductions, problem: Any) -> None:
     """a gradient of zeros counts as none, so momentum no longer moves the parameter"""
-    for param in self._params:
+    for param in self.local.params:
         if param.grad is not None and not param.grad.any():
             param.grad = None
     original(self, problem)
 
 
-@mutant("state", RANDOM, replaces=(ReplicatedParameters, "operands"))
+@mutant("state", RANDOM, replaces=(ReplicatedShards, "operands"))
 def step_counted_for_absent(
-    original: Any, self: ReplicatedParameters, number: int, *window: Any
+    original: Any, self: ReplicatedShards, number: int, *window: Any
 ) -> Any:
     """the step count of a parameter goes on while it has no gradient on any rank"""
     # Bias correction then is that of another step.
@@ -72,17 +71,17 @@ def mean_over_present_ranks() -> list[Any]:
     # The divisor changes from step to step.
     counts: dict[int, list[float]] = {}
 
-    def agree(original: Any, self: ReplicatedParameters, problem: Any) -> None:
-        here = torch.tensor(self.reducer.sent.here, dtype=torch.float32)
+    def agree(original: Any, self: ReplicatedShards, problem: Any) -> None:
+        here = torch.tensor(self.reductions.sent.here, dtype=torch.float32)
         counts[id(self)] = total("ranks present", here, self.group).wait().tolist()
         original(self, problem)
 
-    def average(original: Any, self: ReplicatedParameters, number: int) -> None:
+    def average(original: Any, self: ReplicatedShards, number: int) -> None:
         original(self, number)
         for piece, grad in self._grads[number]:
             grad.mul_(self.group.size / max(counts[id(self)][piece.param], 1.0))
 
-    return [(ReplicatedParameters, "agree", agree), (ReplicatedParameters, "average", average)]
+    return [(ReplicatedShards, "agree", agree), (ReplicatedShards, "average", average)]
 
 
 @mutant("reference", "uneven_accumulation", replaces=(RuleOptimizer, "_pause_reductions"))
@@ -103,11 +102,11 @@ def step_per_micro_batch(original: Any, self: RuleOptimizer, paused: bool) -> No
         self.zero_grad()
 
 
-@mutant("state", RANDOM, replaces=(GradientReducer, "end_round"))
-def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
+@mutant("state", RANDOM, replaces=(BucketReductions, "end_round"))
+def reduced_twice(original: Any, self: BucketReductions, problem: Any) -> None:
     """the gradients were reduced already, and are reduced again"""
     # Summed before the optimizer averages them.
-    for param in self._params:
+    for param in self.local.params:
         here = torch.tensor([param.grad is not None], dtype=torch.int32)
         if maximum("is it there", here, self._group).wait().item():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -115,8 +114,8 @@ def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
     original(self, problem)
 
 
-@mutant("state", RANDOM, replaces=(GradientReducer, "take"))
-def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Any:
+@mutant("state", RANDOM, replaces=(BucketReductions, "mean"))
+def sum_for_mean(original: Any, self: BucketReductions, number: int) -> Any:
     """the sum over ranks is taken for the mean"""
     # Invisible in what Muon does with it, not in AdamW's moments.
     return original(self, number).mul_(self._divisor)
@@ -164,8 +163,8 @@ def collectives_misnamed(original: Any, transfer: Transfer, *args: Any, **how: A
     return original(transfer, *args, **how)
 
 
-@mutant("hang", "conditional_compute", replaces=(ParameterGatherer, "launch"))
-def empty_collective_skipped(original: Any, self: ParameterGatherer, number: int) -> None:
+@mutant("hang", "conditional_compute", replaces=(ReplicatedShards, "_gather"))
+def empty_collective_skipped(original: Any, self: ReplicatedShards, number: int) -> None:
     """a rank that owns nothing in a bucket does not take part in its gather"""
     # Nothing to send, so it seems.
     bucket = self.plan.buckets[number]
@@ -178,19 +177,17 @@ def buffer_reused_before_wait() -> list[Any]:
     """a buffer is packed anew while its last content is still on its way"""
     kept = torch.empty(1 << 16)
 
-    def packed(original: Any, self: GradientReducer, number: int) -> Tensor:
-        buffer: Tensor = original(self, number)
+    def packed(original: Any, self: BucketReductions, number: int, *args: Any) -> Tensor:
+        buffer: Tensor = original(self, number, *args)
         view = kept[: buffer.numel()]
         view.copy_(buffer)
         return view
 
-    return [(GradientReducer, "_packed", packed)]
+    return [(BucketReductions, "_packed", packed)]
 
 
-@mutant(
-    "replicas", "different_start", layout="none", replaces=(ReplicatedParameters, "mend_replicas")
-)
-def different_from_the_start(original: Any, self: ReplicatedParameters) -> None:
+@mutant("replicas", "different_start", layout="none", replaces=(ReplicatedShards, "mend_replicas"))
+def different_from_the_start(original: Any, self: ReplicatedShards) -> None:
     """replicas differ from the start, and nobody looks"""
     # No comparison at construction.
 
@@ -202,7 +199,7 @@ def sums_sent_on_arrival() -> list[Any]:
     """  # noqa: D205
     # Met on the way: a collective must be launched at a place that all ranks share.
 
-    def land(original: Any, self: GradientReducer, number: int) -> None:
+    def land(original: Any, self: BucketReductions, number: int) -> None:
         arrives = number in self._flying
         original(self, number)
         bucket, part = self._plan.buckets[number], self._sums[number]
@@ -211,7 +208,7 @@ def sums_sent_on_arrival() -> list[Any]:
             assert sums is not None
             self._sums[number] = self._gathered(sums.transfer, part, self._group)
 
-    def take(original: Any, self: GradientReducer, number: int) -> Any:
+    def mean(original: Any, self: BucketReductions, number: int) -> Any:
         if not self._plan.buckets[number].replicated:
             return original(self, number)
         self._land(number)
@@ -219,7 +216,7 @@ def sums_sent_on_arrival() -> list[Any]:
         assert whole is not None
         return whole.div_(self._divisor)
 
-    return [(GradientReducer, "_land", land), (GradientReducer, "take", take)]
+    return [(BucketReductions, "_land", land), (BucketReductions, "mean", mean)]
 
 
 @mutant("hang", "frozen_and_added", layout="zero2_overlap")
@@ -228,25 +225,18 @@ def no_order_between_plans() -> list[Any]:
     # Met on the way: found by this harness.
 
     def launch_complete(original: Any, self: LaunchOrder) -> None:
-        for launcher in {id(turn.launcher): turn.launcher for turn in self._turns}.values():
-            buckets = sum(turn.launcher is launcher for turn in self._turns)
-            while launcher.launched < buckets and launcher.is_complete(launcher.launched):
-                launcher.launch_next()
+        for hooks in {id(turn.hooks): turn.hooks for turn in self._turns}.values():
+            own = hooks.reductions
+            while own.launched < len(own.members) and hooks.is_complete(own.launched):
+                own.launch(own.launched)
 
-    def launch_through(original: Any, self: LaunchOrder, launcher: Any, bucket: int) -> None:
-        while launcher.launched <= bucket:
-            launcher.launch_next()
-
-    return [
-        (LaunchOrder, "launch_complete", launch_complete),
-        (LaunchOrder, "launch_through", launch_through),
-    ]
+    return [(LaunchOrder, "launch_complete", launch_complete)]
 
 
 @mutant(
-    "error", "frozen_and_added", layout="zero2_overlap", replaces=(GradientReducer, "_begin_round")
+    "error", "frozen_and_added", layout="zero2_overlap", replaces=(GradientHooks, "begin_round")
 )
-def unfrozen_not_awaited(original: Any, self: GradientReducer) -> None:
+def unfrozen_not_awaited(original: Any, self: GradientHooks) -> None:
     """a parameter that is unfrozen between steps is not waited for"""
     # Met on the way: found by this harness.
     original(self)
@@ -258,34 +248,27 @@ def reduction_chosen_at_launch() -> list[Any]:
     """how a bucket is reduced depends on whether backward has launched it, which differs by rank"""
     # Met on the way: a choice must be the same on every rank.
 
-    def choose(self: GradientReducer, *, frugal: bool) -> None:
+    def choose(self: BucketReductions, *, frugal: bool) -> None:
         dtypes = [each.reduce.transfer.dtype for each in self._exchanges]
         policy = self._policy._replace(frugal=frugal)
         self._exchanges = bucket_exchanges(self._plan, policy, dtypes, dtypes)
 
-    def arrived(original: Any, self: GradientReducer, index: int) -> None:
-        choose(self, frugal=True)
+    def arrived(original: Any, self: GradientHooks, index: int) -> None:
+        choose(self.reductions, frugal=True)
         try:
             original(self, index)
         finally:
-            choose(self, frugal=False)
+            choose(self.reductions, frugal=False)
 
-    def launch_through(original: Any, self: GradientReducer, number: int) -> None:
-        choose(self, frugal=False)
-        original(self, number)
-
-    return [
-        (GradientReducer, "arrived", arrived),
-        (GradientReducer, "launch_through", launch_through),
-    ]
+    return [(GradientHooks, "arrived", arrived)]
 
 
 @mutant(
     "reference",
     "uneven_accumulation_sharded",
     layout="flat_zero1",
-    replaces=(FlatGradientBuffers, "set_aside"),
+    replaces=(FlatGradients, "set_aside"),
 )
-def kept_sum_overwritten(original: Any, self: FlatGradientBuffers, total: Tensor) -> Tensor:
+def kept_sum_overwritten(original: Any, self: FlatGradients, total: Tensor) -> Tensor:
     """the sum kept in the gradient buffer is overwritten by the next micro-batch"""
     return total

@@ -14,8 +14,8 @@ from samestep.plan.schedule import BucketId, Collect, Gather, Operation
 from samestep.plan.sharding import Segment
 from samestep.shards import planner
 from samestep.shards.dtensor.gradients import MeshSums
-from samestep.shards.replicated.reduction import GradientReducer
-from samestep.shards.replicated.replicated import ReplicatedParameters
+from samestep.shards.replicated.reduction import BucketReductions
+from samestep.shards.replicated.replicated import ReplicatedShards
 
 PLACE: dict[str, Any] = {"layout": "tp_dp_zero2", "world": 4}
 
@@ -37,8 +37,8 @@ def copies_not_averaged(original: Any, named: Any, ranks: Any) -> Any:
     return {}
 
 
-@mutant("state", RANDOM, **PLACE, replaces=(GradientReducer, "take"))
-def copies_averaged_twice(original: Any, self: GradientReducer, number: int) -> Tensor:
+@mutant("state", RANDOM, **PLACE, replaces=(BucketReductions, "mean"))
+def copies_averaged_twice(original: Any, self: BucketReductions, number: int) -> Tensor:
     """the mean over copies of a DTensor is divided by their number once more"""
     # Invisible in what Muon does with it.
     mean: Tensor = original(self, number)
@@ -46,8 +46,8 @@ def copies_averaged_twice(original: Any, self: GradientReducer, number: int) -> 
     return mean.div_(self._divisor) if cut else mean
 
 
-@mutant("state", RANDOM, **PLACE, replaces=(ReplicatedParameters, "average"))
-def parts_of_another_data_rank(original: Any, self: ReplicatedParameters, number: int) -> None:
+@mutant("state", RANDOM, **PLACE, replaces=(ReplicatedShards, "average"))
+def parts_of_another_data_rank(original: Any, self: ReplicatedShards, number: int) -> None:
     """a part of a block comes from another data rank, which has the mean of another block"""
     # Ranks along the model axis do not agree on who is the primary holder of what.
     original(self, number)

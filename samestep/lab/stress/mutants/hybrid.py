@@ -21,7 +21,7 @@ from samestep.shards import planner
 from samestep.shards.dtensor import gradients
 from samestep.shards.dtensor.gradients import Mark
 from samestep.shards.dtensor.local_shards import LocalShards
-from samestep.shards.replicated.launch_order import LaunchOrder
+from samestep.shards.replicated.inside_backward import LaunchOrder
 
 GPT = "hybrid_gpt"
 mesh_build = import_module("samestep.mesh.build")  # its function has the same name

@@ -16,7 +16,7 @@ from samestep.optimizer.grad_scaler import GradScaler
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
 from samestep.rules.state import GlobalElementIndex
-from samestep.shards.replicated.reduction import GradientReducer
+from samestep.shards.replicated.reduction import BucketReductions
 from samestep.update import plain as apply
 
 
@@ -156,11 +156,11 @@ def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
         group.update({key: before[key] for key in ("lr", "momentum", "betas") if key in before})
 
 
-@mutant("state", "clipped", replaces=(GradientReducer, "end_round"))
-def clipped_before_averaging(original: Any, self: GradientReducer, problem: Any) -> None:
+@mutant("state", "clipped", replaces=(BucketReductions, "end_round"))
+def clipped_before_averaging(original: Any, self: BucketReductions, problem: Any) -> None:
     """each rank clips by the norm of its own gradients, before they are averaged"""
     # Ranks with large gradients count for less.
-    torch.nn.utils.clip_grad_norm_(self._params, 1.0)
+    torch.nn.utils.clip_grad_norm_(self.local.params, 1.0)
     original(self, problem)
 
 

@@ -13,6 +13,7 @@ from samestep.rules.rule import math_dtype
 from samestep.rules.state import MASTER, MASTERS, State
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, join_remainder, split_remainder
 from samestep.shards.placement import Placement
+from samestep.shards.values import ShardValues
 from samestep.update.plain import exact_value
 
 
@@ -30,7 +31,7 @@ class FullValues:
     def whole_state(self) -> dict[str, State]:
         """The state of every parameter."""
         # All that travels is on its way before anything can raise.
-        gathers = [p.gather_state(self.states) for p in self.placements]
+        gathers = [p.values.gather_state(self.states) for p in self.placements]
         by_param = {param: state for finish in gathers for param, state in finish().items()}
         return {name: by_param.get(param, {}) for name, param in self.by_name().items()}
 
@@ -40,14 +41,14 @@ class FullValues:
             for placement in self.placements:
                 here = [param for param in some if placement.holds(param)]
                 if here:
-                    yield from placement.gather_state(self.states, here)().items()
+                    yield from placement.values.gather_state(self.states, here)().items()
 
     def value(self, name: str, key: str) -> Tensor:
         """One state tensor, whatever it is kept in."""
         param = self.param(name)
         if key == MASTER and REMAINDER_KEY in self.states[param]:
             rest = self.state(name, REMAINDER_KEY)[REMAINDER_KEY]
-            whole = self.holder(param).whole_value(param)
+            whole = self.shards_of(param).whole_value(param)
             return join_remainder(whole, rest.to(whole.device))  # which may stay on the host
         return value_of(key, self.state(name, key))
 
@@ -55,7 +56,7 @@ class FullValues:
         """The whole state of one parameter, which has `key`, as it is kept."""
         param = self.param(name)
         self._refuse_unknown(name, param, key)
-        gather = self.holder(param).gather_state(self.states, only=[param])
+        gather = self.shards_of(param).gather_state(self.states, only=[param])
         return gather()[param]
 
     def set_state(self, name: str, key: str, value: Tensor) -> None:
@@ -63,7 +64,7 @@ class FullValues:
         if key == MASTER and REMAINDER_KEY in self.states[param]:
             whole = self.state(name, REMAINDER_KEY)
             wide = self._wide(name, key, value, param.shape)
-            rest = remainder_of(self.holder(param).whole_value(param), wide)
+            rest = remainder_of(self.shards_of(param).whole_value(param), wide)
             self._put_state(name, REMAINDER_KEY, {**whole, REMAINDER_KEY: rest})
             return
         whole = self.state(name, key)
@@ -89,7 +90,7 @@ class FullValues:
     def parameter(self, name: str) -> Tensor:
         param = self.param(name)
         kept = {key: self.state(name, key)[key] for key in MASTERS if key in self.states[param]}
-        whole = self.holder(param).whole_value(param)
+        whole = self.shards_of(param).whole_value(param)
         here = {key: tensor.to(whole.device) for key, tensor in kept.items()}
         return exact_value(whole, here).to(math_dtype(param), copy=not here)
 
@@ -100,11 +101,11 @@ class FullValues:
         self._from_first(name, "value", wide)
         if REMAINDER_KEY in self.states[param]:
             rounded, rest = split_remainder(wide)
-            self.holder(param).put_value(param, rounded)
+            self.shards_of(param).put_value(param, rounded)
             whole = self.state(name, REMAINDER_KEY)
             self._put_state(name, REMAINDER_KEY, {**whole, REMAINDER_KEY: rest})
             return
-        self.holder(param).put_value(param, wide)
+        self.shards_of(param).put_value(param, wide)
         if MASTER in self.states[param]:
             whole = self.state(name, MASTER)
             whole[MASTER].copy_(wide)
@@ -115,15 +116,15 @@ class FullValues:
         for name, factor in factors.items():
             param = self.param(name)
             wide = factor.detach().to(param.device).expand(param.shape)
-            self.holder(param).scale(self.states, param, wide)
+            self.shards_of(param).scale(self.states, param, wide)
 
     def gradient(self, name: str) -> Tensor | None:
         param = self.param(name)
-        return self.holder(param).whole_gradient(param)
+        return self.shards_of(param).whole_gradient(param)
 
     def set_gradient(self, name: str, value: Tensor) -> None:
         param = self.param(name)
-        self.holder(param).put_gradient(param, value)
+        self.shards_of(param).put_gradient(param, value)
 
     def gradient_from_first(self, name: str, value: Tensor) -> Tensor:
         """The first rank's, checked, before anything is reduced."""
@@ -160,11 +161,16 @@ class FullValues:
         return known[name]
 
     def holder(self, param: Tensor) -> Placement:
+        """The placement that a parameter is in."""
         return next(p for p in self.placements if p.holds(param))
+
+    def shards_of(self, param: Tensor) -> ShardValues:
+        """State and values of the placement that a parameter is in."""
+        return self.holder(param).values
 
     def _put_state(self, name: str, key: str, whole: Mapping[str, Tensor]) -> None:
         param = self.param(name)
-        self.holder(param).put_state(self.states, param, key, whole)
+        self.shards_of(param).put_state(self.states, param, key, whole)
 
     def _from_first(self, name: str, what: str, value: Tensor) -> None:
         ranks = self.holder(self.param(name)).held_by

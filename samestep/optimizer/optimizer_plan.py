@@ -364,20 +364,20 @@ class OptimizerPlan:
             assert holder is not None
             own = other_master(key)
             if key in state or own not in state:
-                holder.put_state({param: state}, param, key, whole)
+                holder.values.put_state({param: state}, param, key, whole)
                 continue
             # Both lie as this state does, so one is made of the other where it lies.
             lie_alike = {own: torch.empty_like(state[own], dtype=whole[key].dtype)}
-            holder.put_state({param: lie_alike}, param, own, {own: whole[key]})
+            holder.values.put_state({param: lie_alike}, param, own, {own: whole[key]})
             values = torch.empty_like(state[own], dtype=param.dtype)
-            holder.put_parameter(param, own, values)
+            holder.values.put_parameter(param, own, values)
             into = local_of(state[own])
             into.copy_(from_other_master(own, local_of(values), local_of(lie_alike[own])))
 
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
         """Take parameters for their master copies: those whose state is given."""
         for placement in self.placements:
-            placement.refresh_masters(state)
+            placement.values.refresh_masters(state)
 
     # --- who has what ------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class OptimizerPlan:
         """Which part of the whole state this rank has; None: all of it, as every other rank."""
         if self.ranks is None or not self.placed:
             return None
-        keeps_all = all(placed.keeps_all for placed in self.placed)
+        keeps_all = all(placed.values.keeps_all for placed in self.placed)
         if keeps_all and (self.are_alike() or self.sharded):
             return None
         return {"rank": self.ranks.rank, "ranks": self.ranks.size, "plan": self.fingerprint()}

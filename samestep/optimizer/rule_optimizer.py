@@ -648,7 +648,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         by_name = FullValues(self.param_groups, self.state, placements).by_name()
         names = {param: name for name, param in by_name.items()}
         for placement in placements:
-            for part in placement.held_state(self.state):
+            for part in placement.values.held_state(self.state):
                 yield names[part.param], part
 
     # --- who has what ------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class SavedState:
         if part is None:
             whole: dict[Tensor, State] = {}
             for shared in plan.shared:
-                whole |= shared.kept_state(state)
+                whole |= shared.values.kept_state(state)
             return LoadedState(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
             return self._consolidated

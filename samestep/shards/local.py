@@ -31,11 +31,29 @@ from samestep.rules.state import (
     stored_tensors,
 )
 from samestep.shards.placement import Placement
+from samestep.shards.values import ShardValues
 from samestep.shards.windows import OffloadSlice, OffloadUnit, state_device
 from samestep.update.plain import Operand
 
 if TYPE_CHECKING:
     from samestep.xla.tiling import Lying
+
+
+class LocalValues(ShardValues):
+    """State and values of one process, which has all of every parameter."""
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether a parameter is no DTensor."""
+        return mesh_of(param) is None
+
+    def gather_state(
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
+    ) -> Callable[[], dict[Tensor, State]]:
+        """See `ShardValues`: a copy of the state."""
+        wanted = list(filter(self.holds, state)) if only is None else only
+        return lambda: {
+            param: {key: tensor.clone() for key, tensor in state[param].items()} for param in wanted
+        }
 
 
 @dataclass(eq=False)
@@ -52,6 +70,7 @@ class LocalParameters(Placement):
     distribution: Distribution
 
     def __post_init__(self) -> None:
+        self.values = LocalValues()
         self.known: list[KnownGroup] = []
         self._lying: dict[Tensor, Lying] = {}  # on XLA: where parameters and state have to stay
 
@@ -132,18 +151,6 @@ class LocalParameters(Placement):
             for index, group in enumerate(self.known)
             for param in group.params
         ]
-
-    def holds(self, param: Tensor) -> bool:
-        """Every one that is no DTensor."""
-        return mesh_of(param) is None
-
-    def gather_state(
-        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
-    ) -> Callable[[], dict[Tensor, State]]:
-        wanted = list(filter(self.holds, state)) if only is None else only
-        return lambda: {
-            param: {key: tensor.clone() for key, tensor in state[param].items()} for param in wanted
-        }
 
     # --- groups and their state ------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Where parameters live: what the step asks of every placement."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +10,14 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Call, Intent, RankFailure
 from samestep.groups.group_checks import same_objects
 from samestep.groups.param_groups import Group
-from samestep.layout.boxes import HeldState, local_of, whole_box
+from samestep.layout.boxes import local_of
 from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, Stage, WindowId
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.state import MASTER, State
-from samestep.rules.stored import REMAINDER_KEY
+from samestep.rules.state import State
+from samestep.shards.values import ShardValues
 from samestep.shards.windows import OffloadSlice, OffloadUnit, Windows
 from samestep.update.offload import Staging
-from samestep.update.plain import GroupMaths, Operand, scale
+from samestep.update.plain import GroupMaths, Operand
 
 Arrived = Callable[[WindowId], list[tuple[OffloadSlice, State]]]
 
@@ -40,6 +40,7 @@ class PlanMembers(NamedTuple):
 class Placement:
     """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing.
 
+    values: state and whole values, for whoever asks between steps.
     params: those that are here, where there is a plan for them.
     group_indices: of the optimizer's groups, those that they are in.
     holds_parts: a rank has parts of parameters that others have the rest of, and their state is
@@ -47,6 +48,7 @@ class Placement:
     """
 
     holds_parts = False
+    values: ShardValues
     params: Sequence[Tensor]
     group_indices: tuple[int, ...]
     shape: PlacementShape
@@ -204,81 +206,6 @@ class Placement:
     def expect_edits(self) -> None:
         """Somebody is known to write into gradients after backward."""
 
-    # --- whole values, of a parameter that is here ---------------------------------------
-
     def holds(self, param: Tensor) -> bool:
         """Whether a parameter is here."""
-        return any(param is other for other in self.params)
-
-    def _index(self, param: Tensor) -> int:
-        """Of a parameter that is here, in the plan."""
-        return next(i for i, other in enumerate(self.params) if other is param)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the state that a rank has is all that a state dict needs, on every rank."""
-        raise NotImplementedError
-
-    def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[tuple[str, str, Tensor]]:
-        """What every rank of `group` shall have alike: name, key and tensor."""
-        raise NotImplementedError
-
-    def gather_state(
-        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
-    ) -> Callable[[], dict[Tensor, State]]:
-        """Start gathering all state; what it gives waits, and makes it what one process has.
-
-        `only`: that of some parameters.
-        """
-        raise NotImplementedError
-
-    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """What this rank has of every state tensor, as boxes of what one process has."""
-        for param, entries in state.items():
-            if self.holds(param):
-                for key, tensor in entries.items():
-                    yield HeldState(param, key, tuple(tensor.shape), [whole_box(tensor)])
-
-    def put_state(
-        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
-    ) -> None:
-        """Take this rank's part of a parameter's state out of the whole."""
-        state[param][key].copy_(whole[key])
-
-    def whole_value(self, param: Tensor) -> Tensor:
-        """All of a parameter."""
-        return param.detach()
-
-    def put_value(self, param: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of a parameter out of the whole."""
-        param.copy_(whole)
-
-    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
-        """Multiply a parameter and its master copy by `factor`, which has the parameter's shape.
-
-        Every rank gives the same one. Collective where ranks share master copies.
-        """
-        scale(param, state[param], factor)
-
-    def whole_gradient(self, param: Tensor) -> Tensor | None:
-        """The mean gradient of what `synchronize()` has reduced; None if no rank has one."""
-        return None if param.grad is None else param.grad.detach().clone()
-
-    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
-        """Put a gradient in place of the mean; the parameter is then present."""
-        param.grad = whole.to(param.dtype)
-
-    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        """Write a parameter's values into what lies as the state `key` does, one for each."""
-        into.copy_(param)
-
-    @torch.no_grad()
-    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
-        """Take the parameters for their master copies."""
-        for param, entries in state.items():
-            if not self.holds(param):
-                continue
-            if MASTER in entries:
-                self.put_parameter(param, MASTER, entries[MASTER])
-            if REMAINDER_KEY in entries:
-                entries[REMAINDER_KEY].zero_()
+        return self.values.holds(param)

@@ -29,7 +29,7 @@ from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import MASTERS, needs_master, whole_shapes
 from samestep.shards.replicated.buckets import gradient_dtype
-from samestep.shards.replicated.piece_state import StatePacking
+from samestep.shards.replicated.state_packing import StatePacking
 from samestep.update.lanes import Batch, dealt, temporary_bytes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 

@@ -187,7 +187,7 @@ def _entries(
     for placement in copied:
         members = f"of {len(placement.params)} parameters from {names[placement.params[0]]}"
         yield placement.group, _Entry("plan", members, "\n".join(placement.lines_here()))
-        for name, key, tensor in placement.state_alike(optimizer.state):
+        for name, key, tensor in placement.values.state_alike(optimizer.state):
             yield placement.group, _Entry("state", f"{name}.{key}", tensor)
     for index, group in enumerate(groups):
         for name, value in _options(f"param_groups[{index}]", optimizer, group):

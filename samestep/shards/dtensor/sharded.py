@@ -3,17 +3,15 @@
 Elementwise rules run on the local parts; what matrix rules need is in `block_exchange`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import RanksDisagreeError, require_same_lines
 from samestep.comm.meshes import mesh_group
@@ -22,8 +20,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import describe_kernels
 from samestep.layout.blocks import Shape
-from samestep.layout.boxes import HeldBox, HeldState, local_of, mesh_of
-from samestep.plan.layouts import Key
+from samestep.layout.boxes import local_of, mesh_of
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
 from samestep.rules.state import State, Stored, global_element_index, whole_shapes
@@ -36,11 +33,12 @@ from samestep.shards.dtensor.local_shards import (
     refuse_unstaged,
 )
 from samestep.shards.dtensor.mesh_layout import MeshLayout
+from samestep.shards.dtensor.values import DTensorValues
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.replicated import ReplicatedShards
 from samestep.shards.windows import OffloadSlice, OffloadUnit, StateDevice, state_device
-from samestep.update.plain import GroupMaths, Operand, scale
+from samestep.update.plain import GroupMaths, Operand
 
 if TYPE_CHECKING:
     from samestep.shards.planner import Request
@@ -54,7 +52,6 @@ class ShardedParameters(Placement):
     """
 
     holds_parts = True
-    keeps_all = True  # of its parts, which DTensors are
     params: list[DTensor]
 
     def __init__(
@@ -132,7 +129,7 @@ class ShardedParameters(Placement):
 
     def updated_by(self, param: Tensor) -> str:
         """The owners of its blocks; without blocks, whoever holds some of it."""
-        index = self._index(param)
+        index = self.values.index(param)
         blocks = (planned for chunk in self.exchange.chunks for planned in chunk.blocks)
         owners = {rank for planned in blocks if planned.param == index for rank in planned.owners}
         if self.specs[index].blocks is None:
@@ -153,14 +150,15 @@ class ShardedParameters(Placement):
             made[param] = {
                 key: self._zeros(param, shapes[key], how, home) for key, how in spec.stored.items()
             }
-        self._store = self.layout.store(
+        store = self.layout.store(
             {
                 (index, key): (tuple(tensor.shape), spec.stored[key].per)
                 for index, spec in enumerate(self.specs)
                 for key, tensor in made[self.params[index]].items()
             }
         )
-        self.refresh_masters(made)
+        self.values = DTensorValues(self.params, self.layout, store, self.group, self._summands)
+        self.values.refresh_masters(made)
         self.exchange.prepare()
         return made
 
@@ -169,76 +167,6 @@ class ShardedParameters(Placement):
             return home.zeros(shape, how.dtype)
         local = home.zeros(how.shape(tuple(param.to_local().shape)), how.dtype)
         return placed_beside(param, local, how.per)
-
-    def gather_state(
-        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
-    ) -> Callable[[], dict[Tensor, State]]:
-        """All state as one process has it."""
-        wanted = range(len(self.params)) if only is None else [self._index(p) for p in only]
-        tensors: dict[Key, Tensor] = {
-            (index, key): local_of(tensor)
-            for index in wanted
-            for key, tensor in state[self.params[index]].items()
-        }
-
-        def gather() -> dict[Tensor, State]:
-            found: dict[Tensor, State] = {self.params[index]: {} for index in wanted}
-            for (index, key), tensor in self._store.gather(tensors, self.device).items():
-                found[self.params[index]][key] = tensor
-            return found
-
-        return gather
-
-    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """The local part of what is sharded as the parameter is; all else is on every rank."""
-        for index, param in enumerate(self.params):
-            for key, tensor in state[param].items():
-                (part,) = self._store.parts((index, key))
-                box = HeldBox(part.box, local_of(tensor))
-                yield HeldState(param, key, tuple(tensor.shape), [box])
-
-    def put_state(
-        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
-    ) -> None:
-        """Take this rank's part of a parameter's state out of the whole."""
-        self._store.take((self._index(param), key), state[param][key], whole[key])
-
-    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        local_of(into).copy_(local_of(param))
-
-    def whole_value(self, param: Tensor) -> Tensor:
-        """All of a parameter; collective."""
-        index = self._index(param)
-        return self.layout.whole(index, local_of(self.params[index]))
-
-    def put_value(self, param: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of a parameter out of the whole."""
-        local_of(param).copy_(self.layout.part(self._index(param), whole))
-
-    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
-        """Of what this rank holds, whatever is cut; nothing travels."""
-        own = {key: local_of(tensor) for key, tensor in state[param].items()}
-        scale(local_of(param), own, self.layout.part(self._index(param), factor))
-
-    def whole_gradient(self, param: Tensor) -> Tensor | None:
-        """All of a gradient; None if no rank has one. Collective."""
-        index = self._index(param)
-        own = self.params[index]
-        code = torch.tensor([summands(own)], dtype=torch.int64, device=self.device)
-        anywhere = int(maximum("presence of a gradient", code, self.group).wait())
-        sums = combine_gradients([own], {own: no_summand(own, anywhere)})
-        self._summands[index] = max(self._summands[index], anywhere)
-        if own in sums:  # the step will find the others' added up already
-            own.grad = sums[own]
-        local = torch.zeros_like(own.to_local()) if own.grad is None else local_of(own.grad)
-        whole = self.layout.whole(index, local)
-        return whole if anywhere else None
-
-    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
-        """Give a parameter its part of a gradient."""
-        index = self._index(param)
-        part = self.layout.part(index, whole).to(param.dtype).clone()
-        param.grad = self.layout.beside(index, part)
 
     # --- the step ------------------------------------------------------------------------
 
@@ -327,9 +255,9 @@ class ShardedParameters(Placement):
         """The largest `summands` of all ranks; a GPU is waited for until there was one of each."""
         if self.device.type == "cpu":
             return self._presence.votes()
-        self._summands = list(map(max, self._summands, here))
+        self._summands[:] = list(map(max, self._summands, here))
         if not all(self._summands):
-            self._summands = list(map(max, self._summands, self._presence.votes()))
+            self._summands[:] = list(map(max, self._summands, self._presence.votes()))
         return self._summands
 
     def present(self) -> list[tuple[int, bool | Tensor]]:

@@ -26,7 +26,7 @@ from samestep.rules.state import (
     matrix_views,
 )
 from samestep.shards.replicated.local_tensors import LocalTensors
-from samestep.shards.replicated.piece_state import StatePacking, piece_shape
+from samestep.shards.replicated.state_packing import StatePacking, piece_shape
 from samestep.shards.windows import OffloadSlice, OffloadUnit, Windows
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class PieceShards:
         self._made_of, self._addresses = tensors, addresses
         self._shards = {
             piece: self._made(piece, state[self._held.params[piece.param]])
-            for piece in self._packing.spans
+            for piece in self._packing.parts
         }
         return True
 

@@ -4,20 +4,21 @@ A copy is all of a plain parameter, or the same shard of a DTensor. All ranks ru
 collectives with the same sizes, whatever gradients they have and whatever they own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Gathered, Pending, gather_stretch, is_nccl, maximum
+from samestep.comm.collectives import Gathered, Pending, gather_stretch, is_nccl
 from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
 from samestep.comm.presence import Call, PresenceAgreement, RankFailure, ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import describe_kernels
-from samestep.layout.boxes import HeldState, mesh_of
+from samestep.layout.boxes import mesh_of
 from samestep.plan.mesh_shares import even_share, shard_spec
 from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
@@ -35,11 +36,11 @@ from samestep.shards.replicated.buckets import (
 from samestep.shards.replicated.flat import FlatGradients, FlatParameters
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen
-from samestep.shards.replicated.piece_state import PieceState, StateEntry
 from samestep.shards.replicated.planned import ReplicatedPlan, plan_copies, refuse_levels
 from samestep.shards.replicated.reduction import BucketReductions
+from samestep.shards.replicated.values import ReplicatedValues
 from samestep.shards.windows import OffloadUnit, state_device
-from samestep.update.plain import GroupMaths, Operand, scale
+from samestep.update.plain import GroupMaths, Operand
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,8 +58,9 @@ _WAY_OUT = (
 )
 
 
-class MeshSide(NamedTuple):
-    """What else is to be done for DTensors of which other meshes hold copies.
+@dataclass(eq=False)
+class MeshSide:
+    """The mesh of DTensors of which other meshes hold copies.
 
     layout: who of this mesh holds which shards.
     sums: adds up gradients of which the ranks of the mesh have summands.
@@ -68,10 +70,19 @@ class MeshSide(NamedTuple):
     layout: "MeshLayout"
     sums: "MeshSums"
     blocks: "PrimaryBlocks"
+    _kinds_agreed: bool = False
+
+    def agree_on_kinds(self, reductions: BucketReductions, groups: Sequence[RankGroup]) -> None:
+        """Learn what gradients are along the mesh, until it is known of all. Collective."""
+        if not self._kinds_agreed:
+            reductions.kinds = self.sums.agreed_kinds(reductions.kinds, groups)
+            self._kinds_agreed = not self.sums.are_open(reductions.kinds)
 
 
 class ReplicatedShards(Placement):
     """One plan at work: the parameters of a construction or of one added group."""
+
+    values: ReplicatedValues
 
     def __init__(
         self,
@@ -135,7 +146,6 @@ class ReplicatedShards(Placement):
         # By bucket: the pieces that this rank owns, and where they lie in its segment.
         self._owned = [bucket.owned(self.places.rank).places() for bucket in self.plan.buckets]
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
-        self._kinds_agreed = False
 
     def _buckets(self) -> tuple[ParameterBuckets, GradientBuckets]:
         """Parameters and gradients as buckets: in flat buffers, or copied for each collective."""
@@ -273,7 +283,7 @@ class ReplicatedShards(Placement):
 
     def updated_by(self, param: Tensor) -> str:
         """Those of the copies that are its primary holders; of a DTensor, of their parts of it."""
-        index, owners = self._index(param), set[int]()
+        index, owners = self.values.index(param), set[int]()
         for bucket in self.plan.buckets:
             for rank, segment in bucket.filled:
                 if any(piece.param == index for piece in segment.pieces):
@@ -283,113 +293,31 @@ class ReplicatedShards(Placement):
             parts = f", in {self.mesh.layout.group.size} parts"
         return ranks_text(sorted(self.places.members[rank] for rank in owners)) + parts
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every rank has all state."""
-        return all(bucket.replicated for bucket in self.plan.buckets)
-
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
         for group in reversed(self._holding_alike):
             mend_replicas(self._names, self.local.values(), group, strict=self.distribution.strict)
 
-    # --- state ---------------------------------------------------------------------------
-
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
+        averages = self.distribution.grads == "local"
+        self.values = ReplicatedValues(
+            self.local,
+            self.plan,
+            self.places,
+            groups,
+            state_device(self.device, self.distribution.offload),
+            self.reductions if averages else None,
+            self._groups,
+            self.mesh,
+        )
         layout = None if self.mesh is None else self.mesh.layout
-        self._pieces = PieceState(self.plan, self.params, self.places, groups, layout)
-        self._shards = PieceShards(self.local, self.plan, self._pieces.packing, groups, layout)
-        state = self._pieces.zeros(state_device(self.device, self.distribution.offload))
-        self.refresh_masters(state)
+        self._shards = PieceShards(self.local, self.plan, self.values.packing, groups, layout)
+        state = self.values.new_state()
+        self.values.refresh_masters(state)
         if self.mesh is not None:
             self.mesh.blocks.prepare(groups)
         return state
-
-    def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
-        """What every rank shall have alike: all state, or of a shared parameter its counts."""
-        return self._pieces.alike(state, self.group)
-
-    def gather_state(
-        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
-    ) -> Callable[[], dict[Tensor, State]]:
-        """Start gathering the state of all pieces; what every rank has is this rank's own."""
-        wanted = range(len(self.params)) if only is None else map(self._index, only)
-        return self._pieces.gather(state, wanted, self.device)
-
-    def kept_state(self, state: Mapping[Tensor, State]) -> dict[Tensor, State]:
-        """All state, where every rank keeps all: that of DTensors placed as they are."""
-        assert self.keeps_all  # so nothing travels, and it comes together where it stays
-        home = state_device(self.device, self.distribution.offload)
-        return self._pieces.kept(state, home.device)
-
-    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """The boxes that the pieces of this rank make up."""
-        return self._pieces.held(state)
-
-    def put_state(
-        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
-    ) -> None:
-        self._pieces.put(state, self._index(param), key, whole)
-
-    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        self._pieces.put_values(self.local, self._index(param), key, into)
-
-    def whole_gradient(self, param: Tensor) -> Tensor | None:
-        """The mean of the rounds so far, for a parameter; None if no rank has a gradient."""
-        if self.distribution.grads == "reduced":
-            return super().whole_gradient(param)
-        index = self._index(param)
-        here = torch.tensor(
-            [self.reductions.sent.here[index]], dtype=torch.int64, device=self.device
-        )
-        mean = self.reductions.mean_of(index).view(self.plan.params[index].shape)
-        for group in self._groups:
-            here = maximum(f"presence of {self._names[index]}", here, group).wait()
-        if self.mesh is not None:
-            self._agree_on_kinds(self.mesh.sums)
-            all_of_it = [(Piece(index, 0, mean.numel()), mean)]
-            ((_, summed),) = self.mesh.sums.added_up(all_of_it, self.reductions.kinds)
-            mean = self.mesh.layout.whole(index, summed.view(mean.shape))
-        return mean if bool(here) else None
-
-    def whole_value(self, param: Tensor) -> Tensor:
-        if self.mesh is None:
-            return super().whole_value(param)
-        index = self._index(param)
-        return self.mesh.layout.whole(index, self.local.value(index))
-
-    def put_value(self, param: Tensor, whole: Tensor) -> None:
-        if self.mesh is None:
-            super().put_value(param, whole)
-        else:
-            index = self._index(param)
-            self.local.value(index).copy_(self.mesh.layout.part(index, whole))
-
-    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
-        """Every rank its own copy. Of master copies a rank has pieces: these come together first.
-
-        A rank that rounded its copy by itself would round what was rounded before.
-        """
-        index = self._index(param)
-        if self.mesh is not None:
-            factor = self.mesh.layout.part(index, factor)
-        local = self._pieces.local_masters(state, index, self.device)
-        scale(self.local.value(index), local, factor)
-        for key in local:
-            self._pieces.put_local(state, index, key, local[key])
-
-    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
-        """Put a gradient in place of the mean of the rounds so far."""
-        if self.distribution.grads == "reduced":
-            super().put_gradient(param, whole)
-            return
-        index = self._index(param)
-        if self.mesh is not None:
-            self._agree_on_kinds(self.mesh.sums)
-            part = self.mesh.layout.part(index, whole)
-            whole = self.mesh.sums.as_summand(part, self.reductions.kinds[index])
-        self.reductions.set_mean_of(index, whole.reshape(-1))
 
     # --- the step, operation by operation ------------------------------------------------
 
@@ -527,19 +455,13 @@ class ReplicatedShards(Placement):
         if overlaps:
             self._order.told(self._presence.flagged)
         if self.mesh is not None:
-            self._agree_on_kinds(self.mesh.sums)
+            self.mesh.agree_on_kinds(self.reductions, self._groups)
             self.mesh.blocks.set_present(self._present)
 
     def _void_dropped(self) -> None:
         """All ranks forget what was reduced of gradients that were dropped since."""
         void, again = self._presence.agree_on_drops(self.reductions.sent.drops())
         self.reductions.void(void, again=again)
-
-    def _agree_on_kinds(self, sums: "MeshSums") -> None:
-        """What gradients are along the mesh, until it is known of all; then nobody waits."""
-        if not self._kinds_agreed:
-            self.reductions.kinds = sums.agreed_kinds(self.reductions.kinds, self._groups)
-            self._kinds_agreed = not sums.are_open(self.reductions.kinds)
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""

@@ -27,6 +27,7 @@ from samestep.plan.schedule import Average, Gather, PlacementShape
 from samestep.rules.state import block_states, initial_state
 from samestep.shards.placement import Placement
 from samestep.shards.registry import KINDS, Kind, require_kind
+from samestep.shards.values import ShardValues
 from samestep.train.options import LAYOUTS as TRAIN_LAYOUTS
 from samestep.update.plain import Operand
 from tests.ranks import run_forked
@@ -34,13 +35,14 @@ from tests.ranks import run_forked
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
-class KeptByFirst(Placement):
+class KeptByFirst(ShardValues, Placement):
     """Gradients are added up everywhere, in one bucket for each parameter."""
 
     keeps_all = False
 
     def __init__(self, group, members):
         self.params, self._specs = list(members.params), members.specs
+        self.values = self  # it is its own
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.group = self.held_by = group
         self.device = self.params[0].device
@@ -115,7 +117,7 @@ class KeptByFirst(Placement):
         return iter(())
 
     def gather_state(self, state, only=None):
-        wanted = range(len(self.params)) if only is None else map(self._index, only)
+        wanted = range(len(self.params)) if only is None else map(self.index, only)
         return lambda: {
             self.params[index]: {
                 key: from_first(key, tensor.clone(), self.group).wait()

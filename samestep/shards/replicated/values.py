@@ -1,8 +1,6 @@
-"""State of pieces: where it lies in the tensors of each rank, and what it is to one process.
+"""State and whole values of parameters that several ranks hold copies of.
 
-Of DTensors a rank has pieces of the part that it holds. State with an element for each of the
-parameter's is that of this part, and called local here; state that belongs to whole blocks is
-there for each block that a piece is a part of, one after the other.
+A rank keeps the state of the pieces that it owns, as `state_packing` says.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,25 +10,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.comm.collectives import maximum
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box, HeldBox, HeldState, held_range, whole_box
 from samestep.plan.layouts import Key
-from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
-from samestep.rules.state import (
-    MASTERS,
-    State,
-    block_state_shapes,
-    state_shapes,
-    whole_shapes,
-)
+from samestep.plan.sharding import Piece, ShardingPlan
+from samestep.rules.state import MASTERS, State, block_state_shapes, whole_shapes
 from samestep.shards.replicated.local_tensors import LocalTensors
+from samestep.shards.replicated.reduction import BucketReductions
+from samestep.shards.replicated.state_packing import StatePacking, is_local
 from samestep.shards.state_store import Part, StateStore
+from samestep.shards.values import ShardValues
 from samestep.shards.windows import StateDevice
+from samestep.update.plain import scale
 
 if TYPE_CHECKING:
-    from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
+    from samestep.shards.replicated.replicated import MeshSide
 
 
 class StateEntry(NamedTuple):
@@ -41,83 +38,39 @@ class StateEntry(NamedTuple):
     tensor: Tensor
 
 
-def piece_shape(piece: Piece) -> Shape:
-    """(size,), or (rows, cols) of a block."""
-    return (piece.size,) if piece.block is None else piece.block.shape
+class ReplicatedValues(ShardValues):
+    """State of the pieces that this rank owns, and whole values of parameters and gradients.
 
-
-def is_local(key: str, spec: ParamSpec) -> bool:
-    """Whether state of a DTensor is laid out as the part that a rank holds."""
-    return spec.whole is not None and spec.stored[key].per is not None
-
-
-def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shape]:
-    """Of a piece, by key."""
-    rule, stored = rule_of(group), spec.stored
-    if piece.block is None:
-        return state_shapes(rule, piece_shape(piece), group, stored)
-    shapes = block_state_shapes(rule, piece.block, group, stored)
-    if spec.whole is None:
-        return shapes
-    blocks = spec.whole_blocks(piece.block)
-    of_whole = block_state_shapes(rule, blocks[0], group, stored)
-    return {
-        key: own if is_local(key, spec) else (len(blocks), *of_whole[key])
-        for key, own in shapes.items()
-    }
-
-
-class StatePacking:
-    """Where the state of pieces lies on a rank: per parameter and key one 1-D tensor of pieces.
-
-    sizes: per parameter and key the elements of that tensor.
-    spans: per piece and key where it starts in there, and its shape.
-    """
-
-    def __init__(self, plan: ShardingPlan, rank: int, groups: Sequence[Group]) -> None:
-        self.sizes = [dict.fromkeys(spec.stored, 0) for spec in plan.params]
-        self.spans: dict[Piece, dict[str, tuple[int, Shape]]] = {}
-        for piece in plan.owned(rank):
-            spec = plan.params[piece.param]
-            shapes = _state_shapes(piece, spec, groups[spec.group])
-            sizes = self.sizes[piece.param]
-            self.spans[piece] = {key: (start, shapes[key]) for key, start in sizes.items()}
-            for key in sizes:
-                sizes[key] += prod(shapes[key])
-
-    def views(self, piece: Piece, state: State) -> State:
-        """The piece's part of its parameter's state, in the shapes that the rule declares."""
-        return {key: self.view(piece, key, state[key]) for key in self.spans[piece]}
-
-    def view(self, piece: Piece, key: str, tensor: Tensor) -> Tensor:
-        """The piece's part of one state tensor of its parameter, or of one that lies alike."""
-        start, shape = self.spans[piece][key]
-        return tensor[start : start + prod(shape)].view(shape)
-
-
-class PieceState:
-    """The state of a plan's pieces: what this rank has of it, and what that is to one process.
-
-    The optimizer keeps the tensors, and hands them in.
-
-    places: the ranks in the order of the plan's segments.
-    layout: who holds which shards, where pieces are those of shards of DTensors.
+    Args:
+        local: The parameters as this rank holds them.
+        places: The ranks in the order of the plan's segments.
+        groups: Of the optimizer, whose rules stay as they are.
+        home: Where state stays between steps.
+        reductions: The gradients; None: somebody else averages them.
+        everyone: Groups of ranks that, one after the other, reach all that may have a gradient.
+        mesh: Of DTensors, who of their mesh holds which shards.
     """
 
     def __init__(
         self,
+        local: LocalTensors,
         plan: ShardingPlan,
-        params: Sequence[Tensor],
         places: RankGroup,
         groups: Sequence[Group],
-        layout: "MeshLayout | None",
+        home: StateDevice,
+        reductions: "BucketReductions | None",
+        everyone: Sequence[RankGroup],
+        mesh: "MeshSide | None",
     ) -> None:
-        self._plan, self._params, self._layout = plan, params, layout
-        self._groups = groups  # whose rules, and whatever state depends on, stay as they are
+        self.params = self._params = local.params
+        self._local, self._plan, self._places, self._groups = local, plan, places, groups
+        self._home, self._device = home, local.value(0).device
+        self._reductions, self._everyone, self._mesh = reductions, everyone, mesh
+        self._layout = layout = None if mesh is None else mesh.layout
         self.packing = StatePacking(plan, places.rank, groups)
         self._owners = _owners(plan)
         self._block_starts: dict[tuple[int, str], dict[Block, int]] = {}
-        self._shapes = [self._process_shapes(index) for index in range(len(params))]
+        self._shapes = [self._process_shapes(index) for index in range(len(self.params))]
         self._keys = [(i, key) for i, spec in enumerate(plan.params) for key in spec.stored]
         # Pieces are stretches of contiguous tensors.
         stretches = {(i, key): self._stretch(i, key) for i, key in self._keys}
@@ -133,29 +86,37 @@ class PieceState:
             }
             self._of_mesh = layout.store(of_parts)
 
-    def zeros(self, home: StateDevice) -> dict[Tensor, State]:
-        """What every parameter has here before the first step."""
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every rank has all state."""
+        return all(bucket.replicated for bucket in self._plan.buckets)
+
+    def new_state(self) -> dict[Tensor, State]:
+        """The state of every parameter before the first step."""
         return {
-            param: {key: home.zeros((size,), spec.stored[key].dtype) for key, size in sizes.items()}
+            param: {
+                key: self._home.zeros((size,), spec.stored[key].dtype)
+                for key, size in sizes.items()
+            }
             for param, spec, sizes in zip(
                 self._params, self._plan.params, self.packing.sizes, strict=True
             )
         }
 
-    def alike(self, state: Mapping[Tensor, State], group: RankGroup) -> Iterator[StateEntry]:
-        """What every rank shall have alike.
+    def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
+        """The state that all ranks with copies have alike.
 
         All state of a parameter that every rank updates; of one in which every rank owns a piece,
         the numbers that each piece has for itself, such as its step count.
         """
         first: dict[int, Piece] = {}
-        for piece in self.packing.spans:
+        for piece in self.packing.parts:
             first.setdefault(piece.param, piece)
         for index, piece in sorted(first.items()):
             param, spec, owners = self._params[index], self._plan.params[index], self._owners[index]
             for key, view in self.packing.views(piece, state[param]).items():
                 tensor = state[param][key]
-                if view.ndim == 0 and len(owners) in (0, group.size):
+                if view.ndim == 0 and len(owners) in (0, self._places.size):
                     yield StateEntry(spec.name, key, view)
                 elif not owners:
                     whole = tensor.numel() == prod(spec.shape)
@@ -166,9 +127,9 @@ class PieceState:
     def _parts_of(self, rank: int) -> dict[Key, list[Part]]:
         """The parts of every state tensor that the pieces of a rank make up."""
         found: dict[Key, list[Part]] = {key: [] for key in self._keys}
-        for piece, spans in StatePacking(self._plan, rank, self._groups).spans.items():
-            for key, (start, shape) in spans.items():
-                found[piece.param, key] += self._parts(piece, key, start, shape)
+        for piece, spans in StatePacking(self._plan, rank, self._groups).parts.items():
+            for key, part in spans.items():
+                found[piece.param, key] += self._parts(piece, key, part.start, part.sizes)
         return found
 
     def _parts(self, piece: Piece, key: str, start: int, shape: Shape) -> Iterator[Part]:
@@ -223,28 +184,28 @@ class PieceState:
 
     # --- put together ------------------------------------------------------------------------
 
-    def gather(
-        self, state: Mapping[Tensor, State], wanted: Iterable[int], device: torch.device
+    def gather_state(
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
-        """Start gathering the state of all pieces of some parameters.
-
-        What it gives waits for that, and is what one process has, on `device`.
-        """
-        indices = list(wanted)
-        land = self._store.launch(self._tensors(state, indices), device)
+        """See `ShardValues`; the state of one process comes to the parameters' device."""
+        indices = list(range(len(self.params)) if only is None else map(self.index, only))
+        land = self._store.launch(self._tensors(state, indices), self._device)
 
         def finish() -> dict[Tensor, State]:
             stretches = land()
             local = {key: values for key, values in stretches.items() if self._is_local(key)}
-            whole = {**stretches, **self._of_mesh.gather(local, device)} if local else stretches
+            whole = (
+                {**stretches, **self._of_mesh.gather(local, self._device)} if local else stretches
+            )
             return self._by_param(indices, whole, lambda index, key: self._shapes[index][key])
 
         return finish
 
-    def kept(self, state: Mapping[Tensor, State], device: torch.device) -> dict[Tensor, State]:
+    def kept_state(self, state: Mapping[Tensor, State]) -> dict[Tensor, State]:
         """All state, where every rank keeps all of it: that of DTensors placed as they are."""
+        assert self.keeps_all  # so nothing travels, and it comes together where it stays
         indices = range(len(self._params))
-        stretches = self._store.launch(self._tensors(state, indices), device)()
+        stretches = self._store.launch(self._tensors(state, indices), self._home.device)()
         found = self._by_param(indices, stretches, self._shape_here)
         if self._layout is not None:
             for index, param in enumerate(self._params):
@@ -257,16 +218,14 @@ class PieceState:
                 }
         return found
 
-    def local_masters(
-        self, state: Mapping[Tensor, State], index: int, device: torch.device
-    ) -> State:
+    def _local_masters(self, state: Mapping[Tensor, State], index: int) -> State:
         """All of a parameter's master copy that belongs to what this rank holds. Collective."""
         tensors: dict[Key, Tensor] = {
             (index, key): tensor
             for key, tensor in state[self._params[index]].items()
             if key in MASTERS
         }
-        found = self._store.launch(tensors, device)()
+        found = self._store.launch(tensors, self._device)()
         return self._by_param([index], found, self._shape_here)[self._params[index]]
 
     def _tensors(self, state: Mapping[Tensor, State], indices: Iterable[int]) -> dict[Key, Tensor]:
@@ -298,8 +257,8 @@ class PieceState:
             found[self._params[index]][key] = tensor.view(shape(index, key))
         return found
 
-    def held(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """As boxes of what one process has; a number that each piece has comes often."""
+    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
+        """See `ShardValues`; a number that each piece keeps for itself comes once for each."""
         for index, param in enumerate(self._params):
             for key, tensor in state[param].items():
                 boxes = [
@@ -323,27 +282,82 @@ class PieceState:
 
     # --- taken apart -------------------------------------------------------------------------
 
-    def put(
-        self, state: Mapping[Tensor, State], index: int, key: str, whole: Mapping[str, Tensor]
+    def put_state(
+        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """Take this rank's pieces of a parameter's state out of the whole."""
+        index = self.index(param)
         values, spec = whole[key], self._plan.params[index]
         if self._layout is not None and is_local(key, spec):
             values = self._layout.part(index, values, spec.stored[key].per or 1)
-        self.put_local(state, index, key, values)
+        self._store.take((index, key), state[param][key], values)
 
-    def put_local(
-        self, state: Mapping[Tensor, State], index: int, key: str, values: Tensor
-    ) -> None:
-        """The same, where local state is given in the shape of what this rank holds."""
-        self._store.take((index, key), state[self._params[index]][key], values)
-
-    def put_values(self, held: LocalTensors, index: int, key: str, into: Tensor) -> None:
-        """Write a parameter's values into what lies as the state `key` does."""
-        for piece in self.packing.spans:
+    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
+        """See `ShardValues`."""
+        index = self.index(param)
+        for piece in self.packing.parts:
             if piece.param == index:
                 view = self.packing.view(piece, key, into)
-                view.copy_(held.read(index, piece.elements).view(view.shape))
+                view.copy_(self._local.read(index, piece.elements).view(view.shape))
+
+    # --- whole parameters and gradients ------------------------------------------------------
+
+    def whole_value(self, param: Tensor) -> Tensor:
+        """See `ShardValues`."""
+        if self._layout is None:
+            return super().whole_value(param)
+        index = self.index(param)
+        return self._layout.whole(index, self._local.value(index))
+
+    def put_value(self, param: Tensor, whole: Tensor) -> None:
+        """See `ShardValues`."""
+        if self._layout is None:
+            super().put_value(param, whole)
+        else:
+            index = self.index(param)
+            self._local.value(index).copy_(self._layout.part(index, whole))
+
+    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
+        """Multiply every rank's own copy. Pieces of main parameters come together first.
+
+        A rank that rounded its copy by itself would round what was rounded before.
+        """
+        index = self.index(param)
+        if self._layout is not None:
+            factor = self._layout.part(index, factor)
+        local = self._local_masters(state, index)
+        scale(self._local.value(index), local, factor)
+        for key, values in local.items():
+            self._store.take((index, key), state[param][key], values)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
+        """See `ShardValues`: the mean of the rounds so far."""
+        reductions, index = self._reductions, self.index(param)
+        if reductions is None:
+            return super().whole_gradient(param)
+        here = torch.tensor([reductions.sent.here[index]], dtype=torch.int64, device=self._device)
+        mean = reductions.mean_of(index).view(self._plan.params[index].shape)
+        for group in self._everyone:
+            name = self._plan.params[index].name
+            here = maximum(f"presence of {name}", here, group).wait()
+        if self._mesh is not None:
+            self._mesh.agree_on_kinds(reductions, self._everyone)
+            all_of_it = [(Piece(index, 0, mean.numel()), mean)]
+            ((_, summed),) = self._mesh.sums.added_up(all_of_it, reductions.kinds)
+            mean = self._mesh.layout.whole(index, summed.view(mean.shape))
+        return mean if bool(here) else None
+
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
+        """See `ShardValues`: in place of the mean of the rounds so far."""
+        reductions, index = self._reductions, self.index(param)
+        if reductions is None:
+            super().put_gradient(param, whole)
+            return
+        if self._mesh is not None:
+            self._mesh.agree_on_kinds(reductions, self._everyone)
+            part = self._mesh.layout.part(index, whole)
+            whole = self._mesh.sums.as_summand(part, reductions.kinds[index])
+        reductions.set_mean_of(index, whole.reshape(-1))
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:

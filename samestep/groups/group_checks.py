@@ -23,6 +23,7 @@ from samestep.groups.param_groups import (
 from samestep.rules.rule import math_dtype
 
 STRIDED = {torch.strided}
+_UNSET = object()  # in place of a key that is gone
 
 
 def same_objects(found: Sequence[object], known: Sequence[object]) -> bool:
@@ -101,17 +102,40 @@ class GroupChecks:
             )
         return before
 
+    def unchanged(self, groups: Sequence[Group]) -> bool:
+        """Whether all groups are as they were last found in order, and gradients are dense.
+
+        A step is short beside full checks: this compares objects, shapes and dtypes.
+        """
+        if not len(groups) == len(self._checked_options) == len(self._checked_params):
+            return False
+        for index, group in enumerate(groups):
+            options, checked = self._checked_options.get(index), self._checked_params.get(index)
+            if options is None or checked is None or len(group) != checked.keys:
+                return False
+            if not all(group.get(key, _UNSET) is value for key, value in options.items()):
+                return False
+            params = group.get("params", ())
+            if not (
+                len(params) == len(checked.params)
+                and all(map(operator.is_, params, checked.params))
+                and [param.shape for param in params] == checked.shapes
+                and [param.dtype for param in params] == checked.dtypes
+                and {grad.layout for param in params if (grad := param.grad) is not None} <= STRIDED
+            ):
+                return False
+        return True
+
     def check(self, index: int, group: Group) -> None:
-        """Raise if a group or a gradient cannot be used; quick where nothing was set since."""
+        """Raise if a group or a gradient cannot be used."""
         options = {k: group[k] for k in group if k not in ("params", "param_names")}
-        if not _are_the_same(options, self._checked_options.get(index, {})):
+        known = self._checked_options.get(index)
+        if known is None or not _are_the_same(options, known):
             self._check_options(index, group)
             if is_constant(tuple(options.values())):
                 self._checked_options[index] = options
-        checked = self._checked_params.get(index)
-        if checked is None or not checked.are_still(group["params"]):
-            self._check_parameters(index, group)
-            self._checked_params[index] = CheckedParameters.of(group["params"])
+        self._check_parameters(index, group)
+        self._checked_params[index] = CheckedParameters.of(group)
 
     def _check_options(self, index: int, group: Group) -> None:
         self._checked_options.pop(index, None)
@@ -157,26 +181,18 @@ def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 class CheckedParameters(NamedTuple):
-    """Parameters of a group that were found to be in order."""
+    """Parameters of a group that were found to be in order, and how many keys the group had."""
 
     params: list[Tensor]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
+    keys: int
 
     @classmethod
-    def of(cls, params: Sequence[Tensor]) -> "CheckedParameters":
-        """These, as they are now."""
-        return cls(list(params), [param.shape for param in params], [p.dtype for p in params])
-
-    def are_still(self, params: Sequence[Tensor]) -> bool:
-        """Whether they are the same, and their gradients what every rule can read."""
-        return (
-            len(params) == len(self.params)
-            and all(map(operator.is_, params, self.params))
-            and [param.shape for param in params] == self.shapes
-            and [param.dtype for param in params] == self.dtypes
-            and {grad.layout for param in params if (grad := param.grad) is not None} <= STRIDED
-        )
+    def of(cls, group: Group) -> "CheckedParameters":
+        """The parameters of a group as they are now."""
+        params = list(group["params"])
+        return cls(params, [param.shape for param in params], [p.dtype for p in params], len(group))
 
 
 def _check_parameter(name: str, param: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:

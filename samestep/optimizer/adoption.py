@@ -48,13 +48,25 @@ class Adoption:
         plan.beside = self.watch.tensors_of_model
 
     def problem(self, groups: Sequence[Group], state: States) -> RankFailure | None:
-        """What keeps this rank from a step: an error here, or something to tell all ranks."""
-        try:
-            self._check(groups, state)
+        """An error that keeps this rank from a step, where other ranks have to hear of it.
+
+        Without other ranks it is raised.
+        """
+        plan, watch = self._plan, self.watch
+        watch.steps += 1
+        try:  # a step is short beside these checks, so only what has changed is looked at
+            if (
+                watch.steps == watch.next_look
+                or not plan.checks.unchanged(groups)
+                or (plan.expects_no_group and has_process_group())
+            ):
+                self._check(groups, state)
+            if plan.ranks is None:
+                plan.local.look_at(groups, state)
         except (CollectiveError, RankProblemError):
             raise  # which all ranks have heard of
         except Exception as error:
-            if self._plan.ranks is None and self._plan.stages is None:
+            if plan.ranks is None and plan.stages is None:
                 raise
             return RankFailure(error)
         return None
@@ -67,7 +79,6 @@ class Adoption:
             plan.expects_no_group = False  # a group of this process alone
         plan.check_list(groups)
         watch = self.watch
-        watch.steps += 1
         if watch.steps == watch.next_look:
             watch.look_at_model(groups, self._default_rule)
             shared_memory = plan.shared_memory(groups)
@@ -93,8 +104,6 @@ class Adoption:
                 if not self.adopted(groups, state):
                     raise
                 plan.checks.check(index, group)
-        if plan.ranks is None:
-            plan.local.look_at(groups, state)
 
     @torch.no_grad()
     def adopted(self, groups: Sequence[Group], state: States) -> bool:

@@ -207,7 +207,7 @@ LOST = CollectiveError("another rank is gone")
 
 def breaks_off(opt, after, error):
     """Raise instead of running another rule, once so many have run; gives how many have, (1,)."""
-    run, calls = opt._runner._run, [0]
+    run, calls = opt._runner.rules.run, [0]
 
     def counted(*args):
         if calls[0] == after:
@@ -215,7 +215,7 @@ def breaks_off(opt, after, error):
         calls[0] += 1
         return run(*args)
 
-    opt._runner._run = counted
+    opt._runner.rules.run = counted
     return calls
 
 
@@ -263,11 +263,11 @@ def test_what_a_step_without_its_ranks_left_does_not_undo_what_is_loaded():
     expected = train(model, opt, 0, range(3, 5))
     for broken_after in (1, 3, 5):
         other, own = train(*build("state"), 0, range(2))
-        run = own._runner._run
+        run = own._runner.rules.run
         breaks_off(own, broken_after, LOST)
         with pytest.raises(CollectiveError):
             train(other, own, 0, range(1, 2))
-        own._runner._run = run
+        own._runner.rules.run = run
         other.load_state_dict(saved[0])
         own.load_state_dict(saved[1])
         assert_same(expected, train(other, own, 0, range(3, 5)))

@@ -126,7 +126,7 @@ class Adoption:
         plan.refuse_lost_gradients()
         self._hear_of_swap(swapped, groups, state)
         plan.follow(swapped, groups, state)
-        self._runner.forget_plans()
+        self._runner.rules.forget_kernels()
         return True
 
     def _hear_of_swap(

@@ -147,7 +147,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._add_group(param_group, lambda: None)
             return
         name = "add_param_group()"
-        call = self._runner.together(name)
+        call = self._runner.agreement.together(name)
         if isinstance(param_group, dict) and param_group.get("process_group") is not None:
             call = joint_call(name, [param_group], vars(self.plan.distribution))  # of its ranks
         with call:
@@ -279,7 +279,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         decide, not the order. On several ranks all of them call it.
         """
         torch_load = super().load_state_dict
-        with self._runner.together("load_state_dict()") as call:
+        with self._runner.agreement.together("load_state_dict()") as call:
             self.plan.check_list(self.param_groups)
             if not self._saved.needs_no_plans(state_dict):
                 self._adopt_swapped()
@@ -318,7 +318,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _plan_blocks_anew(self) -> None:
         self.plan.forget()
-        self._runner.forget_plans()
+        self._runner.rules.forget_kernels()
         for index, group in enumerate(self.param_groups):
             self.plan.plan_group(index, group)
 
@@ -424,7 +424,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if watch.waits:
             flags = [flag for _, flag in self._runner.present()]
             watch.look_at_gradients(flags, self.param_groups, self._rank_count)
-        outlier = self._runner.outliers.new()
+        outlier = self._runner.rules.outliers.new()
         if outlier is not None:
             warn_of_outliers(outlier, self.param_groups[outlier])
 
@@ -539,7 +539,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         values = self._values()
         param = values.by_name().get(name)
         holders = self.plan.placed[:1] if param is None else [values.holder(param)]
-        with self._runner.together(f"{call}({name!r})", holders) as joint:
+        with self._runner.agreement.together(f"{call}({name!r})", holders) as joint:
             values.check(name, key, what, value)
             joint.ready()
         return values

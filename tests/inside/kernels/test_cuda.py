@@ -76,7 +76,7 @@ def test_fused_weights_move_as_separate_ones_do(dtype, graph, rates):
                 apart[f"{name} {number}"].grad = matrix.contiguous().to("cuda", dtype)
         opt.step()
         separate.step()
-    plans = opt._runner._kernel_plans.values()
+    plans = opt._runner.rules.kernel_plans.values()
     assert plans
     assert not [place for plan in plans for place in plan.others]
     for name, of in FUSED.items():
@@ -329,7 +329,7 @@ def test_batches_beside_each_other_give_the_same_bits(graph, monkeypatch):
         for step in range(12):
             give_gradients(net, step)
             opt.step()
-        plans = opt._runner._kernel_plans.values()
+        plans = opt._runner.rules.kernel_plans.values()
         assert max(len(plan.lanes) for plan in plans) == (2 if most else 1)
         found.append([param.detach().clone() for param in net.parameters()])
     assert all(map(torch.equal, *found))

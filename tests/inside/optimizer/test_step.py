@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.optimizer.step import ClipDecision, StepRunner
+from samestep.optimizer.rule_runner import ClipDecision, RuleRunner
+from samestep.optimizer.step import StepRunner
 
 
 def test_each_device_is_told_of_the_step_where_it_is(monkeypatch):
@@ -14,13 +15,13 @@ def test_each_device_is_told_of_the_step_where_it_is(monkeypatch):
     params = [nn.Parameter(torch.ones(6, 4, device=device)) for device in ("cpu", "meta")]
     optimizer = samestep.Muon(params, max_grad_norm=1.0)
     decision = ClipDecision(torch.tensor(0.5), torch.tensor(True))
-    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: setattr(self, "_decision", decision))
+    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: self._decide(decision))
     told = {}
 
     def look(self, device, index, members):
-        told[device.type] = self._math(index, device)
+        told[device.type] = self.math(index, device)
 
-    monkeypatch.setattr(StepRunner, "_update_on", look)
+    monkeypatch.setattr(RuleRunner, "_update_on", look)
     for param in params:
         param.grad = torch.zeros_like(param)
     optimizer.step()

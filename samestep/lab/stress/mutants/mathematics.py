@@ -13,6 +13,7 @@ from samestep.lab.stress.mutants.mutant import RANDOM, mutant
 from samestep.lab.stress.scenarios.recipes import SMALL_TOO
 from samestep.optimizer import saved_state, step
 from samestep.optimizer.grad_scaler import GradScaler
+from samestep.optimizer.rule_runner import ClipDecision, RuleRunner
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
 from samestep.rules.state import GlobalElementIndex
@@ -52,7 +53,7 @@ def scale_of_the_fused_matrix() -> list[Any]:
         return float(original(fused_rows[0] or rows, cols, *asked))
 
     return [
-        (step.StepRunner, "_update_group", update_group),
+        (RuleRunner, "_update_group", update_group),
         (muon, "lr_factor", factor),
     ]
 
@@ -175,7 +176,7 @@ def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) ->
 def overflow_taken(original: Any, self: Any, operation: Any) -> None:
     """a step with inf or NaN is taken, and momentum never recovers"""
     original(self, operation)
-    self._decision = step.ClipDecision()
+    self._decide(ClipDecision())
 
 
 @mutant("state", "clipped", replaces=(step, "square_sum"))

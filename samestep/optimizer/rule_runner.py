@@ -1,0 +1,176 @@
+"""Rules run on what a step updates: group by group, device by device, in the execution of each.
+
+Kernels take what they can, on a GPU; the rest is run as plain torch, compiled, or as one program of
+XLA.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.groups.param_groups import LAYOUT_KEYS, Group
+from samestep.groups.step_options import StepOptions
+from samestep.kernels.call import on_device_of
+from samestep.kernels.choice import missing as missing_kernels
+from samestep.plan.schedule import Update
+from samestep.rules import RULES
+from samestep.rules.rule import Rule
+from samestep.shards.placement import Placement
+from samestep.update.compiled import CompiledRules
+from samestep.update.metrics import Outliers, UpdateSizes
+from samestep.update.plain import (
+    GroupMath,
+    GroupMaths,
+    Operand,
+    StepScalars,
+    UpdateFunction,
+    is_bounded,
+    run_rule,
+    stacks,
+    update_blocks,
+    update_elementwise,
+    update_together,
+)
+
+if TYPE_CHECKING:
+    from samestep.update.triton import KernelPlan
+
+
+class ClipDecision(NamedTuple):
+    """The decision that the norm of a step has led to."""
+
+    factor: Tensor | None = None  # gradients are multiplied with it
+    only_if: Tensor | None = None  # a flag on the device: False leaves all as it is
+    skip: bool = False
+
+
+class RuleRunner:
+    """Runs the rules of the groups; keeps what steps share: scalars, compiled rules, kernels.
+
+    run: updates one stack of blocks, or one elementwise operand.
+    sizes: squares of the updates of this step, where they are asked for.
+    outliers: blocks whose update was larger than any can be, since construction.
+    """
+
+    def __init__(self, options: StepOptions) -> None:
+        self._options = options
+        backend = "inductor" if options.compile is True else options.compile
+        self.run: UpdateFunction = CompiledRules(backend) if backend else run_rule
+        self._scalars = StepScalars()
+        self.outliers = Outliers()
+        self.sizes: UpdateSizes | None = None
+        self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
+        self.forget_kernels()
+
+    def forget_kernels(self) -> None:
+        """Parameters or their state were replaced, and lie elsewhere."""
+        self.kernel_plans: dict[object, KernelPlan] = {}  # by group and device
+
+    def begin(self, groups: Sequence[Group], decision: ClipDecision) -> None:
+        """A step begins with these groups, or has come to a decision."""
+        self._groups, self._decision = groups, decision
+
+    def update(self, operation: Update, placements: Sequence[Placement]) -> None:
+        """Run the rules on some buckets, group by group."""
+        by_group: dict[int, list[Operand]] = {}
+        skip = self._decision.skip
+        for placement, bucket in operation.buckets:
+            # What stays on the host has not come for a step that is skipped.
+            if not (skip and operation.window is not None):
+                found = placements[placement].operands(bucket, operation.window)
+                for index, operand in found:
+                    by_group.setdefault(index, []).append(operand)
+            if operation.is_last:
+                placements[placement].drop_gradients(bucket)
+        if not skip:
+            # Elementwise groups first: few launches, during which the host prepares the others.
+            for index in sorted(by_group, key=lambda i: RULES[self._groups[i]["rule"]].kind):
+                self._update_group(index, by_group[index])
+
+    def _update_group(self, index: int, operands: list[Operand]) -> None:
+        """Run the group's rule on its present operands, device by device."""
+        for device, members in _by_device(operands).items():
+            with on_device_of(members[0].param):
+                self._update_on(device, index, members)
+
+    def _update_on(self, device: torch.device, index: int, members: list[Operand]) -> None:
+        """Run the group's rule on operands of one device."""
+        math = self.math(index, device)
+        rule = math.rule
+        if self.run is run_rule and missing_kernels(device) is None:
+            from samestep.update.triton import update_with_kernels
+
+            members = update_with_kernels(
+                math, index, members, self.kernel_plans, self._options.batch_elements
+            )
+            if not members:
+                return
+        seen = members
+        if math.factor is not None or math.maximize:
+            seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
+        measure = self.sizes is not None or is_bounded(rule)
+        run = self.run
+        if device.type == "xla":
+            from samestep.update.spmd import run_spmd_rule as run
+        arguments = math.scalars, math.options, run, math.only_if, measure
+        if rule.kind == "matrix":
+            for stack in stacks(seen, self._options.batch_elements):
+                squares = update_blocks(rule, stack, *arguments)
+                self._count(index, stack, squares)
+                if is_bounded(rule) and squares is not None:
+                    largest = rule.largest_norm(stack[0].matrix, math.options)
+                    self.outliers.look_at(index, squares, largest, math.only_if)
+        elif not update_together(rule, seen, math, run):
+            for operand in seen:
+                self._count(index, [operand], update_elementwise(rule, operand, *arguments))
+
+    def math(self, index: int, device: torch.device) -> GroupMath:
+        """How the rule of a group is run in this step."""
+        group, decision = self._groups[index], self._decision
+        rule = RULES[group["rule"]]  # a group without one has not come here
+        return GroupMath(
+            rule,
+            self._scalars.refill(index, device, rule.scalars(group)),
+            {key: group[key] for key in self._constant_keys(rule)},
+            None if decision.factor is None else decision.factor.to(device),
+            group["maximize"],
+            None if decision.only_if is None else decision.only_if.to(device),
+            self.sizes,
+            self.outliers,
+        )
+
+    def _constant_keys(self, rule: Rule) -> tuple[str, ...]:
+        """The options that a rule reads as they are: no scalars, and nothing of the layout."""
+        known = self._known_keys.get(rule.name)
+        if known is None:
+            changing = rule.schedulable | LAYOUT_KEYS
+            known = tuple(key for key in rule.defaults if key not in changing)
+            self._known_keys[rule.name] = known
+        return known
+
+    def maths(self, placement: Placement) -> GroupMaths:
+        """`math` by index, for blocks that are spread over ranks."""
+        known: dict[int, GroupMath] = {}
+
+        def of_group(index: int) -> GroupMath:
+            if index not in known:
+                known[index] = self.math(index, placement.device)
+            return known[index]
+
+        return of_group
+
+    def _count(self, index: int, operands: list[Operand], squares: Tensor | None) -> None:
+        if self.sizes is not None and squares is not None:
+            self.sizes.add(index, operands, squares)
+
+
+def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:
+    devices = [operand.param.device for operand in operands]
+    if devices.count(devices[0]) == len(devices):
+        return {devices[0]: operands}
+    found: dict[torch.device, list[Operand]] = {}
+    for device, operand in zip(devices, operands, strict=True):
+        found.setdefault(device, []).append(operand)
+    return found

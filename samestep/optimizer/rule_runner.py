@@ -1,7 +1,7 @@
 """Rules run on what a step updates: group by group, device by device, in the execution of each.
 
-Kernels take what they can, on a GPU; the rest is run as plain torch, compiled, or as one program of
-XLA.
+Kernels take what they can, where there are any; the rest is run as plain or compiled torch, or as
+one program of XLA (`rules.executions` has a line for each kind of device).
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
 from samestep.kernels.call import on_device_of
-from samestep.kernels.choice import missing as missing_kernels
 from samestep.plan.schedule import Update
 from samestep.rules import RULES
+from samestep.rules.executions import run_on, update_on
 from samestep.rules.rule import Rule
 from samestep.shards.placement import Placement
 from samestep.update.compiled import CompiledRules
@@ -99,21 +99,17 @@ class RuleRunner:
         """Run the group's rule on operands of one device."""
         math = self.math(index, device)
         rule = math.rule
-        if self.run is run_rule and missing_kernels(device) is None:
-            from samestep.update.triton import update_with_kernels
-
-            members = update_with_kernels(
-                math, index, members, self.kernel_plans, self._options.batch_elements
-            )
+        with_kernels = update_on(device) if self.run is run_rule else None
+        if with_kernels is not None:
+            most = self._options.batch_elements
+            members = with_kernels(math, index, members, self.kernel_plans, most)
             if not members:
                 return
         seen = members
         if math.factor is not None or math.maximize:
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
         measure = self.sizes is not None or is_bounded(rule)
-        run = self.run
-        if device.type == "xla":
-            from samestep.update.spmd import run_spmd_rule as run
+        run = run_on(device) or self.run
         arguments = math.scalars, math.options, run, math.only_if, measure
         if rule.kind == "matrix":
             for stack in stacks(seen, self._options.batch_elements):

@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
 from samestep.rules.basin import (
     FEW_ROWS,
@@ -41,6 +40,7 @@ from samestep.rules.basin import (
     unsafe_step,
 )
 from samestep.rules.basin import Coefficients as Coefficients  # part of this interface
+from samestep.rules.executions import products_on
 
 Execution = Literal["standard", "gram"]
 EpsForm = Literal["clamp", "add"]
@@ -175,13 +175,10 @@ def orthogonalize(
         return blocks.clone()
     dtype = compute_dtype or default_compute_dtype(blocks, table)
     by_kernels = start == "norm" and kernels_run(table, dtype, blocks.device)
-    if by_kernels:
-        from samestep.kernels.orthogonalize import orthogonalize_blocks as run
-    else:
-        run = partial(orthogonalize_plain, start=start)
+    run = products_on(blocks.device) if by_kernels else partial(orthogonalize_plain, start=start)
     # Kernels multiply in float16 whatever 16 bits they are given.
     products = torch.float16 if by_kernels else dtype
-    found = run(
+    found: Tensor = run(
         blocks.reshape(-1, rows, cols),
         table,
         execution or cheaper_execution(rows, cols, table, products),
@@ -229,14 +226,13 @@ def orthogonalize_plain(
 
 
 def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether symmetric 16-bit products of `samestep.kernels` do it."""
+    """Whether the kernels of a device do it, whose symmetric products have 16 bits."""
     return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
+        dtype in (torch.bfloat16, torch.float16)
         and not torch.compiler.is_compiling()
         and all(c != 0 for _, _, c in table)
         and has_room(table)
-        and missing_products(device) is None
+        and products_on(device) is not None
     )
 
 

@@ -34,6 +34,7 @@ from samestep.kernels.parts import (
     StepPart,
 )
 from samestep.layout.boxes import local_of
+from samestep.rules.executions import EXECUTIONS
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
 from samestep.shards.dtensor.kernel_stages import KernelStages
@@ -274,6 +275,7 @@ def kernels(monkeypatch):
     if QUICK:
         monkeypatch.setattr(samestep.kernels.call, "WIDE", 64)
     monkeypatch.setattr(samestep.shards.dtensor.block_exchange, "missing", lambda device: None)
+    monkeypatch.setitem(EXECUTIONS, "cpu", EXECUTIONS["cuda"]._replace(missing=None, products=None))
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(
         samestep.update.triton, "kernels_run", lambda table, dtype, device: dtype.itemsize == 2
@@ -409,6 +411,7 @@ def test_copies_and_sizes_where_directions_are_rounded_on_their_way(
     """Of factors per block the product is rounded: not the bits of whole blocks, but one value."""
     options = {**NANOCHAT, "update_rms": True}
     found = on_ranks(kernels, (2, 1), **PLAIN, **options)
+    monkeypatch.delitem(EXECUTIONS, "cpu")
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "none")
     exact = values(*trained(**options))
     for name, wanted in exact.items():
@@ -428,5 +431,6 @@ def test_what_kernels_cannot_do_is_done_in_plain_torch(kernels, monkeypatch, few
             TENSORS, "kernels", ((5, 3, 4, 2), 2, {"rule": "muon", "flatten": True})
         )
     found = on_ranks(kernels, (2,), by_kernels=False, **options)
+    monkeypatch.delitem(EXECUTIONS, "cpu")
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "none")
     assert different(found, values(*trained(**options))) == []

@@ -27,7 +27,7 @@ WIDTH = 100
 
 
 class ModelFacts(NamedTuple):
-    """What an optimizer knows of its run; entries of the register read nothing else."""
+    """All that an optimizer knows of its run; entries of the register read nothing else."""
 
     kind: str  # name of its class
     plan: OptimizerPlan
@@ -106,7 +106,7 @@ def _many(number: int, noun: str) -> str:
 
 
 def _plain_params(facts: ModelFacts) -> str:
-    """Those of which this optimizer shares copies: DTensors too, where others have the same."""
+    """The parameters of which this optimizer shares copies, DTensors among them."""
     plain = sum(len(plan.params) for plan in facts.plan.shared if plan.mesh is None)
     parts = sum(len(plan.params) for plan in facts.plan.shared if plan.mesh is not None)
     kinds = {"plain parameter": plain, "DTensor": parts}
@@ -118,7 +118,7 @@ def _averages_here(facts: ModelFacts) -> bool:
 
 
 def _who_averages(facts: ModelFacts) -> str | None:
-    """Of every parameter: who averages the gradients of its copies."""
+    """The party that averages the gradients of each parameter's copies."""
     found = []
     for plan in facts.plan.shared:
         what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
@@ -305,7 +305,7 @@ def _row_cuts(param: Tensor) -> int:
 
 
 def _alone(facts: ModelFacts) -> str | None:
-    """Of an optimizer that knows of this process only, and has gradients to average."""
+    """A line for an optimizer that knows of this process only, and has gradients to average."""
     if (
         facts.plan.ranks is not None
         or facts.plan.sharded

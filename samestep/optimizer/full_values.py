@@ -36,7 +36,7 @@ class FullValues:
         return {name: by_param.get(param, {}) for name, param in self.by_name().items()}
 
     def states_in_turn(self, at_once: int) -> Iterator[tuple[Tensor, State]]:
-        """The same, parameter by parameter; at any time that of `at_once` elements is there."""
+        """The state of every parameter in turn; at any time that of `at_once` elements is there."""
         for some in _bundles(self.by_name().values(), at_once):
             for placement in self.placements:
                 here = [param for param in some if placement.holds(param)]

@@ -133,7 +133,7 @@ def shapes_of_whole_state(
     blocks: Mapping[Tensor, list[Block] | None],
     stored: Mapping[Tensor, StoredTensors],
 ) -> dict[Tensor, dict[str, Shape]]:
-    """What one process keeps of each parameter."""
+    """The shapes of the state that one process keeps of each parameter."""
     return {
         p: whole_shapes(rule_of(group), tuple(p.shape), blocks[p], group, stored[p])
         for group in groups
@@ -150,7 +150,7 @@ def filled_by(whole: Mapping[str, Tensor], state: State) -> set[str]:
 def stored_of(
     groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
 ) -> dict[Tensor, StoredTensors]:
-    """How the state of each parameter is kept."""
+    """The formats in which the state of each parameter is kept."""
     return {
         param: stored_tensors(rule_of(group), param, blocks[param], group, master_weights)
         for group in groups
@@ -416,7 +416,7 @@ def _check_entry(
 
 
 def _other_formats(shapes: Mapping[str, Shape], entry: Mapping[str, Any]) -> str:
-    """What to do about a rank's part that was kept in other formats; "" if it was not."""
+    """Advice about a rank's part that was kept in other formats; "" if it was not."""
     own = {key for key in shapes if key in OF_FORMATS or key.endswith(SCALE_SUFFIX)}
     saved = {key for key in entry if key in OF_FORMATS or key.endswith(SCALE_SUFFIX)}
     alike = own == saved and all(

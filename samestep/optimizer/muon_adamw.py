@@ -468,7 +468,7 @@ def _refuse_one_rate(preset: str | None) -> None:
 
 
 def _tell_of_convolutions(preset: str | None, groups: Sequence[Group]) -> None:
-    """Where an original scales by the kernel, and we by the matrix that a convolution is."""
+    """Warn where an original scales by the kernel, and we by the matrix that a convolution is."""
     if preset not in KERNEL_SCALED:
         return
     for index, group in enumerate(groups):

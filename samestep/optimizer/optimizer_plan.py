@@ -88,7 +88,7 @@ class OptimizerPlan:
             self._find_ranks()
 
     def _find_ranks(self) -> None:
-        """Who shares the work, and what plans it with them."""
+        """Find the ranks that share the work, and make the planner for them."""
         distribution = self.distribution
         self.ranks = rank_group(distribution.process_group)
         watch.start()
@@ -211,7 +211,7 @@ class OptimizerPlan:
                 refuse_kinds_of_some_ranks(named, ranks)
 
     def shared_memory(self, groups: Sequence[Group]) -> str | None:
-        """Why parameters cannot be updated, if two of them lie in the same memory."""
+        """The reason why parameters cannot be updated, if two of them lie in the same memory."""
         named = [(name, param) for _, name, param in members(groups)]
         problem = in_several_places(named)
         if problem is not None:
@@ -382,13 +382,13 @@ class OptimizerPlan:
     # --- who has what ------------------------------------------------------------------------
 
     def who_works_on(self, param: Tensor) -> tuple[str, str]:
-        """Who averages its gradients, and who updates it, in words."""
+        """The parties that average a parameter's gradients, and update it, in words."""
         held = next((placed for placed in self.placed if placed.holds(param)), Placement())
         return held.averaged_by(param), held.updated_by(param)
 
     @property
     def shared(self) -> tuple[ReplicatedShards, ...]:
-        """What ranks hold whole, plan by plan; in one process nothing."""
+        """The placements of copies, plan by plan; none in one process."""
         return tuple(p for p in self.placed if isinstance(p, ReplicatedShards))
 
     @property
@@ -398,7 +398,7 @@ class OptimizerPlan:
         return cast("tuple[ShardedParameters, ...]", tuple(held))
 
     def part(self) -> dict[str, Any] | None:
-        """Which part of the whole state this rank has; None: all of it, as every other rank."""
+        """The part of the whole state that this rank has; None: all of it, as every other rank."""
         if self.ranks is None or not self.placed:
             return None
         keeps_all = all(placed.values.keeps_all for placed in self.placed)

@@ -26,7 +26,7 @@ SHARE = 1 / 25  # of the device's memory, which a graph that nobody asked for ma
 
 
 class StepShape(NamedTuple):
-    """What a graph is recorded for."""
+    """All that a recorded graph depends on."""
 
     groups: tuple[KnownGroup, ...]  # parameters and state: the same objects until one is replaced
     options: tuple[tuple[Mapping[str, Any], bool], ...]  # of each group, and `maximize`
@@ -134,7 +134,7 @@ def _devices(shape: StepShape) -> set[torch.device]:
 
 
 def _reason_against(group: KnownGroup, math: GroupMath) -> str | None:
-    """Why a graph would do something else than a step."""
+    """The reason why a graph would do something else than a step; None if it would not."""
     operands = list(group.operands())
     reason = missing(operands[0].param.device) if operands else None
     return reason or reason_against(math, operands)

@@ -113,7 +113,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _compose(
         self, model: nn.Module | None, default_rule: str | None, *, as_built: bool = True
     ) -> None:
-        """What works on the plan: the step, who follows parameters, and who saves state."""
+        """Make the objects that work on the plan: the step, adoption and saved state."""
         self._runner = StepRunner(self.plan, self._steps)
         self._adoption = Adoption(self.plan, self._runner, model, default_rule)
         self._saved = SavedState(self.plan, as_built=as_built)
@@ -208,7 +208,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return 1 if self.plan.ranks is None else self.plan.ranks.size
 
     def state_dict(self) -> StateDict:
-        """What torch's optimizers give: all of the state, in the shapes of one process.
+        """All of the state, in the shapes of one process, as torch's optimizers give it.
 
         Where ranks share the state, all of them call `consolidate_state_dict()` first, or it
         raises; with `state_dict_form="part"` it is this rank's part, says so, and loads only there.
@@ -262,7 +262,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @property
     def shared_parameters(self) -> tuple[ReplicatedShards, ...]:
-        """What ranks hold whole, plan by plan; in one process nothing."""
+        """The placements of copies, plan by plan; none in one process."""
         return self.plan.shared
 
     @property
@@ -323,7 +323,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.plan.plan_group(index, group)
 
     def explain(self) -> str:
-        """What is taken for granted of other ranks and of whoever makes gradients, as text.
+        """The assumptions about other ranks and about whoever makes gradients, as text.
 
         With who averages what, which check holds each assumption and when it runs, what nobody
         checks, and how state is kept where that was chosen. Not collective.
@@ -635,7 +635,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self.plan.refresh_masters(self.state)
 
     def held_state(self) -> Iterator[tuple[str, HeldState]]:
-        """What this rank holds of every state tensor, as boxes of what one process has.
+        """The boxes of every state tensor that this rank holds, in the tensors of one process.
 
         Views, by the parameter's name, for whoever saves and loads. Every rank tells of every
         parameter. Not collective.
@@ -675,7 +675,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self.is_stage and (self.plan.ranks is None or self.plan.ranks.rank == 0)
 
     def layout_lines(self) -> list[str]:
-        """How work and state are laid out, as text."""
+        """The layout of work and state, as lines of text."""
         return self.plan.distribution.lines()
 
     # --- copies ------------------------------------------------------------------------------

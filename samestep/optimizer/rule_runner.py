@@ -123,7 +123,7 @@ class RuleRunner:
                 self._count(index, [operand], update_elementwise(rule, operand, *arguments))
 
     def math(self, index: int, device: torch.device) -> GroupMath:
-        """How the rule of a group is run in this step."""
+        """The rule of a group, with the options and numbers of this step."""
         group, decision = self._groups[index], self._decision
         rule = RULES[group["rule"]]  # a group without one has not come here
         return GroupMath(

@@ -1,4 +1,4 @@
-"""What an optimizer saves and loads: the state of one process, or this rank's part of it.
+"""State dicts: the state of one process, or this rank's part of it.
 
 Where ranks share the state, one of them cannot give all of it. The words for that are those of
 torch's ZeroRedundancyOptimizer, which trainers know: all ranks call `consolidate_state_dict()`, and
@@ -31,7 +31,7 @@ AT_ONCE = 1 << 26  # elements of parameters whose state is gathered together
 
 
 class LoadedState(NamedTuple):
-    """What a state dict is made of.
+    """State as a state dict has it.
 
     part: which part of the whole state it is, to be told in it; None: all of it.
     """
@@ -41,7 +41,7 @@ class LoadedState(NamedTuple):
 
 
 class SavedState:
-    """What the state dicts of one optimizer have; groups and state are handed in.
+    """The state dicts of one optimizer; groups and state are handed in.
 
     as_built: there was no step yet, and nothing was loaded.
     is_known: it is as built, or was gathered since it has changed.
@@ -53,7 +53,7 @@ class SavedState:
         self._as_built = self.is_known = as_built
 
     def changes(self) -> None:
-        """What was gathered is not the state any more."""
+        """Forget the state that was gathered: it has changed since."""
         self._consolidated, self._as_built, self.is_known = None, False, False
 
     def drop(self) -> None:
@@ -61,7 +61,7 @@ class SavedState:
         self._consolidated = None
 
     def given(self, groups: Sequence[Group], state: defaultdict[Tensor, State]) -> LoadedState:
-        """What `state_dict()` is made of on this rank. Not collective."""
+        """The state for `state_dict()` on this rank. Not collective."""
         plan = self._plan
         part = plan.part()
         if part is None:

@@ -175,12 +175,12 @@ class StepRunner:
         return norm
 
     def bring_state_home(self) -> None:
-        """What a step has left on its way whose ranks were gone: before state is touched again."""
+        """Bring back state that a step has left on its way, because ranks were gone."""
         if self.staging is not None:
             self.staging.break_off()
 
     def _recording(self) -> "RecordedStep | None":
-        """What records steps and replays them: asked for, or where it is legal and pays."""
+        """The recorder of steps: asked for, or where recording is legal and pays."""
         alone = (
             self._plan.ranks is None and self._plan.stages is None and len(self._placements) == 1
         )
@@ -216,7 +216,7 @@ class StepRunner:
         execute(schedule, handlers)
 
     def _execute_recorded(self, recorded: "RecordedStep") -> None:
-        """The same as one CUDA graph."""
+        """Run the operations as one CUDA graph."""
         maths = [self.rules.math(index, self._device) for index in range(len(self._groups))]
         local = self._placements[0]
         assert isinstance(local, LocalParameters)
@@ -322,7 +322,7 @@ class StepRunner:
             self._placements[operation.window.bucket.placement].travel(operation)
 
     def _of_bucket(self, operation: OfBucket) -> None:
-        """What the placement does that has the bucket or chunk."""
+        """Let the placement run it that has the bucket or chunk."""
         placement = self._placements[operation.bucket.placement]
         placement.run(operation, self.rules.maths(placement))
 

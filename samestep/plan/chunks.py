@@ -1,4 +1,4 @@
-"""How blocks that are spread over ranks come together on their owners, and go back.
+"""Chunks: blocks that are spread over ranks come together on their owners, and go back.
 
     shards of a block, on all ranks that hold some of it  ->  the block, on its owner  ->  shards
 
@@ -44,7 +44,7 @@ class PlannedBlock(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What tells the block apart."""
+        """The key of the block."""
         return self.param, self.number
 
 
@@ -173,7 +173,7 @@ def chunk_of(
 
 
 def block_box(block: Block, shape: Shape) -> Box:
-    """Where a block lies in its parameter."""
+    """The box of a block in its parameter."""
     if block.matrix is None:
         rest = shape[1:]
         return Box((block.row, *(0 for _ in rest)), (block.rows, *rest))

@@ -101,7 +101,7 @@ class Exchange:
     # --- between any two layouts ------------------------------------------------------------
 
     def hops_to(self, rank: int) -> Sequence[Hop]:
-        """What a rank gets, source by source, which is the order in which addends are summed."""
+        """The hops to a rank, source by source, which is the order in which addends are summed."""
         if rank not in self._incoming:
             hops = [
                 Hop(key, box, sender, rank, held.box, needed.box, number, len(senders))
@@ -115,7 +115,7 @@ class Exchange:
         return self._incoming[rank]
 
     def hops_from(self, rank: int) -> Sequence[Hop]:
-        """What a rank gives, target by target, to each of them in the order of its `hops_to`."""
+        """The hops from a rank, target by target, to each of them in the order of its `hops_to`."""
         if rank not in self._outgoing:
             hops = [
                 Hop(key, box, rank, target, held.box, needed.box, senders.index(rank), len(senders))
@@ -144,17 +144,17 @@ class Exchange:
         )
 
     def packed_to(self, rank: int) -> Packing:
-        """What a rank gets from others, in one buffer."""
+        """The packing of the buffer that a rank gets from others."""
         hops = (hop for hop in self.hops_to(rank) if hop.source != rank)
         return self._packed((hop.source, hop, hop.needed) for hop in hops)
 
     def packed_from(self, rank: int) -> Packing:
-        """What a rank gives to others, in one buffer."""
+        """The packing of the buffer that a rank gives to others."""
         hops = (hop for hop in self.hops_from(rank) if hop.target != rank)
         return self._packed((hop.target, hop, hop.held) for hop in hops)
 
     def _packed(self, hops: Iterable[tuple[int, Hop, Box]]) -> Packing:
-        """Of hops with the other rank, and the box that this rank has or needs."""
+        """A packing of hops, given with the other rank, and the box that this rank has or needs."""
         parts, sizes, start = list[PackedPart](), [0] * self.ranks, 0
         for rank, hop, own in hops:
             slices, numel = hop.box.within(own).slices, hop.box.numel
@@ -186,7 +186,7 @@ class Exchange:
         return moved
 
     def _count(self, key: Key, moved: Moved) -> None:
-        """Of any tensor: add what each rank sends and gets."""
+        """Add the elements that each rank sends and gets of a tensor."""
         for needed, held, box in self._overlaps(key):
             for target in needed.ranks:
                 for sender in self._senders(key, needed, held, target):
@@ -227,7 +227,7 @@ class Exchange:
         )
 
     def elements_sent(self, rank: int) -> int:
-        """How many elements a rank sends to others."""
+        """The number of elements that a rank sends to others."""
         if self.is_gather:
             return self.segments[rank] * (self.ranks - 1)
         return sum(hop.box.numel for hop in self.hops_from(rank) if hop.target != rank)
@@ -268,11 +268,11 @@ class Exchange:
 
     @cached_property
     def segments(self) -> Sequence[int]:
-        """How many elements each rank gives to all others, of a gather."""
+        """The number of elements that each rank gives to all others, of a gather."""
         return [sum(hop.box.numel for hop in hops) for hops in self.gathered]
 
     def held_by_all(self) -> Iterator[Hop]:
-        """What every rank has already, of a gather; source and target are 0, and stand for all."""
+        """The boxes that every rank has already, of a gather; source and target 0 stand for all."""
         for key in self.target:
             for needed, held, box in self._overlaps(key):
                 if len(held.sources) == self.ranks:
@@ -281,7 +281,7 @@ class Exchange:
     # --- who gives what to whom -------------------------------------------------------------
 
     def _overlaps(self, key: Key) -> Iterator[tuple[Holding, Holding, Box]]:
-        """What is needed, what is held, and the elements that are both."""
+        """The overlaps of needed and held boxes of a tensor, with both."""
         if self.source[key] == self.target[key]:
             yield from ((holding, holding, holding.box) for holding in self.source[key])
             return
@@ -292,7 +292,7 @@ class Exchange:
     def _parts(
         self, key: Key, needed: Holding, held: Iterable[Holding]
     ) -> Iterator[tuple[Holding, Box]]:
-        """What is held of what is needed."""
+        """The parts of a needed box that holdings have."""
         if len(self.target[key]) == 1:  # all of the tensor
             yield from ((holding, holding.box) for holding in held)
             return

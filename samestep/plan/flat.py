@@ -1,4 +1,4 @@
-"""Who owns which part of parameters that lie end to end in flat buffers.
+"""Plans for parameters that lie end to end in flat buffers: who owns which part.
 
 The same kind of plan as `plan.sharding` gives, with two differences: every parameter lies whole in
 one bucket, and every segment is a stretch of that bucket, so that nothing has to be packed.
@@ -29,7 +29,7 @@ from samestep.rules.orthogonalize import block_flops
 
 
 class FlatPlace(NamedTuple):
-    """Where a parameter lies: from `start` on in a bucket."""
+    """The place of a parameter: from `start` on in a bucket."""
 
     bucket: int
     start: int
@@ -70,7 +70,7 @@ def plan_flat(
 
 
 def places(plan: ShardingPlan) -> list[FlatPlace | None]:
-    """Where each parameter lies; None for one without elements or blocks."""
+    """The place of each parameter; None for one without elements or blocks."""
     found: list[FlatPlace | None] = [None] * len(plan.params)
     for number, bucket in enumerate(plan.buckets):
         for piece, start in bucket.places():
@@ -90,7 +90,7 @@ def _block_sizes(param: ParamSpec) -> BlockSizes:
 def _segments(
     layout: FlatLayout, number: int, pieces: Sequence[Sequence[Piece]]
 ) -> tuple[Segment, ...]:
-    """What each rank owns of a bucket; `pieces[i]` are those of the layout's parameter i."""
+    """The segments of a bucket, by rank; `pieces[i]` are those of the layout's parameter i."""
     shards = layout.buckets[number].shards
     owned: dict[int, list[tuple[Piece, int]]] = {}
     for fragment in layout.fragments(number):

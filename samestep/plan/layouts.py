@@ -47,11 +47,11 @@ class Holdings(tuple[Holding, ...]):
         return self
 
     def of_rank(self, rank: int) -> Sequence[Holding]:
-        """Those that a rank is a source of."""
+        """The holdings that a rank is a source of."""
         return self._by_rank.get(rank, ())
 
     def box_of(self, rank: int) -> Box | None:
-        """What a rank holds of a tensor of which no rank has several boxes."""
+        """The box of a rank, of a tensor of which no rank has several."""
         held = self.of_rank(rank)
         return held[0].box if held else None
 
@@ -93,11 +93,11 @@ class RankBoxes(NamedTuple):
     replicas: tuple[int, ...]
 
     def divided(self, per: int) -> "RankBoxes":
-        """Of a tensor that has one element for `per` neighbours in the last dim."""
+        """The boxes of a tensor with one element for `per` neighbours in the last dim."""
         return self._replace(boxes=tuple(box.divided(per) for box in self.boxes))
 
     def within(self, outer: Box) -> Holdings:
-        """What ranks hold of a box of the tensor, such as a block, counted from its start."""
+        """The holdings of a box of the tensor, such as a block, counted from its start."""
         parts = (box.overlap(outer).within(outer) for box in self.boxes)
         return by_box(enumerate(parts), near=self.replicas)
 

@@ -1,4 +1,4 @@
-"""What links can do, and how much should travel at once: decided from figures, in the plan.
+"""Links between ranks: their speed, and how much should travel at once by these figures.
 
 A collective of N ranks takes a while to get going, the longer the more ranks, and then carries
 bytes at the pace of the slowest link on its way. Few large buckets waste no time on beginnings,
@@ -52,7 +52,7 @@ class Fabric(NamedTuple):
         return self.hosts > 1 and self.per_host > 1
 
     def ring(self) -> Link:
-        """As collectives see it that pass everything from rank to rank.
+        """The bandwidth for collectives that pass everything from rank to rank.
 
         Backends lay several rings through the cards of a host, so that what leaves a host is
         shared between them (NCCL counts its bus bandwidth so).
@@ -65,7 +65,7 @@ class Fabric(NamedTuple):
         return Link(self.between.latency, together, self.between.latency_per_rank)
 
     def exchange(self) -> Link:
-        """As collectives see it in which each rank sends to each other one, to all at once.
+        """The bandwidth for collectives in which each rank sends to all others at once.
 
         Those on its own host get their share over links inside.
         """
@@ -89,7 +89,7 @@ class Fabric(NamedTuple):
         return self.seconds_in_two(carried, block, in_a_row) < one.seconds(self.ranks, carried)
 
     def seconds_in_two(self, carried: float, block: float = 0.0, in_a_row: int = 1) -> float:
-        """Of so many bytes that go to or come from all ranks, in two levels.
+        """The seconds of so many bytes that go to or come from all ranks, in two levels.
 
         While one bucket crosses between hosts the next is on its way inside: of the shorter leg
         only that of one bucket counts, a share of it for each of those in a row.

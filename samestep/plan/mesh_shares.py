@@ -101,7 +101,7 @@ def _block_of_shard(block: Block, number: int, share: ParamSpec, box: Box) -> Bl
 def restrict_to_shards(
     plan: ShardingPlan, shards: Sequence[ParamSpec], *, flat: bool
 ) -> ShardingPlan:
-    """The same plan for what this rank holds of every parameter, as `shard_spec` gives it.
+    """The plan of even shares, restricted to the shards of this rank, as `shard_spec` gives them.
 
     Raises:
         ValueError: With flat buffers, where ranks hold more or less than an even share.

@@ -52,11 +52,11 @@ class ReplicatedAlong(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """That ranks send of it: two numbers of every word and line."""
+        """The number of elements that ranks send: two of every word and line."""
         return 2 * self.lines * self._words
 
     def votes(self, whole: Sequence[bool], line: int, place: int) -> Tensor:
-        """What a rank says, (elements,), of each parameter; `place`: which of all ranks it is."""
+        """The votes of a rank on each parameter, (elements,); `place`: which of all ranks it is."""
         largest = (1 << self._bits) - 1
         votes = torch.zeros(2, self.lines, self._words, dtype=torch.int64)
         for word in range(self._words):
@@ -85,7 +85,7 @@ class ReplicatedAlong(NamedTuple):
 def replicated_along(
     sizes: Sequence[int], replicated: Sequence[Sequence[int]], copies: int = 1
 ) -> tuple[ReplicatedAlong, ...]:
-    """Of each axis of a mesh that has any; `replicated`: the axes of each parameter that do so.
+    """Parameters replicated along each axis of a mesh; `replicated`: those axes of each parameter.
 
     copies: meshes that hold copies of all of it.
     """
@@ -99,12 +99,12 @@ def replicated_along(
 
 
 def replicated_by_all(params: int, ranks: int) -> tuple[ReplicatedAlong, ...]:
-    """Of plain parameters, of which all ranks have the same gradients."""
+    """Plain parameters of which all ranks have the same gradients, as one axis."""
     return replicated_along((ranks,), [[0]] * params)
 
 
 def line_through(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:
-    """Which line along an axis goes through a place of a mesh; `copy`: of so many meshes."""
+    """The line along an axis that goes through a place of a mesh; `copy`: of so many meshes."""
     number = copy
     for other, size in enumerate(sizes):
         if other != axis:

@@ -1,4 +1,4 @@
-"""What a step does and sends, in order, as data: run by the optimizer, counted by `estimate`.
+"""The schedule of a step: its operations in order, with what they send, as data.
 
     Agree ... Reduce ... Average ... Clip   Update Gather Place   Update Gather Place ...
 
@@ -184,7 +184,7 @@ def describe_operation(operation: Operation) -> str:
 
 
 class PlacementShape(NamedTuple):
-    """What a schedule depends on: elements per bucket, and which collectives there are."""
+    """All that a schedule needs of a placement: elements per bucket, and its collectives."""
 
     bucket_sizes: tuple[int, ...]
     agrees: bool  # on presence, with other ranks
@@ -205,7 +205,7 @@ class PlacementShape(NamedTuple):
     chunk_windows: tuple[int, ...] = ()  # of each chunk
 
     def with_chunks_of(self, blocks: "PlacementShape") -> "PlacementShape":
-        """The same, whose blocks come together in the chunks of another."""
+        """This shape, with blocks that come together in the chunks of another."""
         return self._replace(
             chunks=blocks.chunks,
             gives_back=blocks.gives_back,
@@ -219,7 +219,7 @@ class PlacementShape(NamedTuple):
         return kind(about, transfer_of(exchange))
 
     def average(self, bucket: BucketId) -> Average:
-        """Likewise; gradients that come reduced send nothing."""
+        """The average of a bucket, with what it sends; nothing if gradients come reduced."""
         if not self.exchanges or not self.reduces:
             return Average(bucket)
         own = self.exchanges[bucket.bucket]

@@ -1,4 +1,4 @@
-"""Who reduces, updates and sends which part of each replicated parameter.
+"""Plans for replicated parameters: who reduces, updates and sends which part of each.
 
 Every part is a flat range of a contiguous parameter: a slice for an elementwise rule, a
 whole block for a matrix rule. Parameters are cut into buckets in reverse order of use, the
@@ -30,7 +30,7 @@ _size = attrgetter("size")  # of a piece
 
 
 class ParamSpec(NamedTuple):
-    """What the plan needs to know of one parameter.
+    """A parameter as plans see it.
 
     Of a DTensor that other meshes hold copies of, `plan.mesh_shares` makes three: as it is
     (`whole`), the even share of it that every rank of its mesh counts with, and this rank's shard.
@@ -67,7 +67,7 @@ class ParamSpec(NamedTuple):
 
     @property
     def quantum(self) -> int:
-        """It is cut at multiples of so many elements: those that share a scale stay together."""
+        """The parameter is cut at multiples of so many elements: those that share a scale."""
         return max((how.per or 1 for how in self.stored.values()), default=1)
 
     def whole_blocks(self, block: Block) -> tuple[Block, ...]:
@@ -161,7 +161,7 @@ class Bucket:
 
     @cached_property
     def count(self) -> int:
-        """How many pieces all segments have together."""
+        """The number of pieces in all segments."""
         return sum(len(segment.pieces) for _, segment in self.filled)
 
     def owned(self, rank: int) -> Segment:
@@ -182,7 +182,7 @@ class Bucket:
         return self.packing_without(None)
 
     def packing_without(self, rank: int | None) -> Packing:
-        """The same without what a rank owns."""
+        """The packing of the bucket without the pieces of one rank."""
         found: list[PackedPart] = []
         base = 0
         for owner, segment in enumerate(self.segments):
@@ -229,7 +229,7 @@ class ShardingPlan(NamedTuple):
     buckets: tuple[Bucket, ...]
 
     def parameter_lines(self) -> list[str]:
-        """What was planned for, as text."""
+        """The parameters that were planned for, as lines of text."""
         return [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
 
     def lines(self) -> list[str]:
@@ -310,7 +310,7 @@ def plan_sharding(
 
 
 def in_launch_order(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """As backward completes them: it goes from the last parameter to the first."""
+    """Sort buckets as backward completes them: from the last parameter to the first."""
     return tuple(sorted(buckets, key=lambda bucket: -bucket.params[0]))
 
 
@@ -357,7 +357,7 @@ def _slice_weights(
     ranks: int,
     owner_of: dict[tuple[int, int], int],
 ) -> list[int]:
-    """How much of each sliced parameter a rank gets: so much that all ranks keep equal state.
+    """Weights by rank for slices: a rank gets so much that all ranks keep equal state.
 
     Whole blocks are given out by FLOPs, so their state is uneven; slices can be of any size and
     make up for it.

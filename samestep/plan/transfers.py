@@ -98,7 +98,7 @@ class CollectivePolicy(NamedTuple):
         return prefers_exchange(on_cpu=self.on_cpu, ordered=self.ordered, frugal=self.frugal)
 
     def gather(self, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> Transfer:
-        """Of segments of these sizes."""
+        """A gather of segments of these sizes."""
         return gather_of(name, dtype, sizes, on_cpu=self.on_cpu, uneven=self.uneven)
 
 

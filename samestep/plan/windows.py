@@ -35,7 +35,7 @@ class TensorSize(NamedTuple):
 
 
 class UnitSize(NamedTuple):
-    """What travels of a parameter, a piece or a block: its elements, and its state."""
+    """The size of a unit of state that travels: of a parameter, a piece or a block."""
 
     elements: int
     tensors: tuple[TensorSize, ...]

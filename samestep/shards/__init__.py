@@ -1,1 +1,1 @@
-"""Where parameters live, and how their gradients and blocks come together there."""
+"""Shards of parameters and state: how gradients are found, and how a rank keeps its shards."""

@@ -40,7 +40,7 @@ Named = tuple[str, Tensor]
 
 
 class Copies(NamedTuple):
-    """Who holds copies of the DTensors of a mesh that FSDP2 does not manage.
+    """The ranks that hold copies of the DTensors of a mesh that FSDP2 does not manage.
 
     ranks: those with the same part, this rank among them, each in a mesh of its own.
     everyone: all ranks of all these meshes.
@@ -87,7 +87,7 @@ def refuse_kinds_of_some_ranks(named: Sequence[Named], ranks: RankGroup) -> None
 
 
 def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, Copies]":
-    """Of every mesh of which other ranks among `ranks` hold copies.
+    """Find every mesh of whose DTensors other ranks among `ranks` hold copies.
 
     Collective over all of them, unless each mesh has them all, which costs nothing.
     """
@@ -123,7 +123,7 @@ def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, C
 
 
 def _signature(mesh: Any, pairs: Sequence[Named]) -> str:
-    """What a rank holds of a mesh: the same on ranks with copies of it, and on no others."""
+    """A digest of what a rank holds of a mesh: equal on ranks with copies, and on no others."""
     lines = sorted(
         f"{name}: {tuple(param.shape)} {param.dtype} {param.placements}"  # type: ignore[attr-defined]
         for name, param in pairs
@@ -151,7 +151,7 @@ class _Kind(NamedTuple):
         return bool(self.params) and not any(mesh >= set(ranks.members) for mesh in self.meshes)
 
     def row(self, ranks: RankGroup) -> bytes:
-        """What there is, and a bit for every rank that a mesh joins with this one."""
+        """A digest of the parameters, and a bit for every rank that a mesh joins with this one."""
         lines = sorted(f"{name}: {tuple(param.shape)}" for name, param in self.params)
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         joined = frozenset[int]().union(*self.meshes)
@@ -177,7 +177,7 @@ def refuse_copies_nobody_averages(
 
 
 def _kinds(dtensors: Sequence[Named]) -> list[_Kind]:
-    """Those that FSDP2 manages, and the others.
+    """Sort DTensors into those that FSDP2 manages, and the others.
 
     The ranks of the first are joined by all that FSDP2 manages of the model: an optimizer may have
     its norms alone.

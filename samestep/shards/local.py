@@ -94,7 +94,7 @@ class LocalParameters(Placement):
         return {("update", 0): units}
 
     def finish_step(self) -> None:
-        """What was written lies where it did."""
+        """Keep tensors of XLA where they lay before they were written."""
         if not self._lying:
             return
         from samestep.xla.tiling import stay
@@ -119,7 +119,7 @@ class LocalParameters(Placement):
         return about.param.grad is not None
 
     def _operands_of(self, window: WindowId) -> list[tuple[int, Operand]]:
-        """The same of one window of state, which has come to the device."""
+        """The operands of one window of state, which has come to the device."""
         assert self.windows is not None
         found = []
         for place, (part, state) in enumerate(self.arrived(window)):
@@ -295,7 +295,7 @@ class KnownGroup:
 
 
 class _Held(NamedTuple):
-    """What a unit of state belongs to: a parameter, or a block of one."""
+    """The parameter, or the block of one, that a unit of state belongs to."""
 
     number: int  # of the group
     options: Group

@@ -1,4 +1,4 @@
-"""Where parameters live: what the step asks of every placement."""
+"""The interface of placements: what a step, and whoever explains it, asks of parameters."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ Arrived = Callable[[WindowId], list[tuple[OffloadSlice, State]]]
 
 
 class PlanMembers(NamedTuple):
-    """What a plan is made of: parameters in the order in which forward uses them.
+    """The parameters of a plan, in the order in which forward uses them.
 
     lines: what all ranks must have alike, as text.
     places: how late forward uses each; -1: nobody knows.
@@ -101,7 +101,7 @@ class Placement:
     def operands(
         self, number: int, window: WindowId | None = None
     ) -> Iterable[tuple[int, Operand]]:
-        """What this rank updates in a bucket, or in one window of it, with the index of its group.
+        """The operands that this rank updates in a bucket, or in a window of it, with their groups.
 
         Of state that stays on the host only those of a window can be updated.
         """
@@ -123,7 +123,7 @@ class Placement:
         )
 
     def chunk_arrived(self, operation: OfBucket) -> Arrived | None:
-        """What waits for the state of a chunk; None: it has none that stays on the host."""
+        """A function that waits for the state of a chunk; None: none stays on the host."""
         sizes = self.shape.chunk_windows
         return self.arrived if sizes and sizes[operation.bucket.bucket] else None
 
@@ -193,11 +193,11 @@ class Placement:
         return self.lines()
 
     def averaged_by(self, param: Tensor) -> str:
-        """Who averages the gradients of a parameter's copies, in words."""
+        """The party that averages the gradients of a parameter's copies, in words."""
         return "-"
 
     def updated_by(self, param: Tensor) -> str:
-        """Which ranks run its rule, in words."""
+        """The ranks that run the rule of a parameter, in words."""
         return "-"
 
     def mend_replicas(self) -> None:

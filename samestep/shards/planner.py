@@ -1,4 +1,4 @@
-"""Which plans there are for the parameters of some groups, and what each is made of."""
+"""Plans for the parameters of some groups: one for each kind, mesh and group of ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Blocks = Mapping[Tensor, list[Block] | None]
 
 
 class Request(NamedTuple):
-    """What a kind of placement is asked to plan: its parameters in some groups.
+    """A request for plans: the parameters of one kind in some groups, and all that plans depend on.
 
     indices: of the groups that have any.
     members: what a plan is made of, from indices of groups; of a kind's parameters those that a
@@ -122,7 +122,7 @@ class Planner:
         return found
 
     def _settle_products(self, groups: Sequence[Group], blocks: Blocks) -> None:
-        """How Muon's products are computed on a GPU; the same on all ranks, so it is collective."""
+        """Settle how Muon's products are computed on a GPU, alike on all ranks. Collective."""
         halves = (None, torch.bfloat16, torch.float16)
         params = [p for g in groups if g.get("compute_dtype") in halves for p in g["params"]]
         if params and missing_products(params[0].device) is None:
@@ -174,7 +174,7 @@ class Planner:
         blocks: Blocks,
         only: Callable[[Tensor], bool] = lambda _: True,
     ) -> PlanMembers:
-        """What a plan of some groups is made of: those of their parameters that `only` takes."""
+        """The members of a plan of some groups: those of their parameters that `only` takes."""
         members: list[tuple[int, Tensor, ParamSpec]] = []
         lines = [*self.lines, f"problem: {self.problem}"]
         for index in indices:

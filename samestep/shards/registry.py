@@ -49,7 +49,7 @@ KINDS = [
 
 
 def kind_of(param: Tensor) -> Kind:
-    """How a parameter is held."""
+    """The kind that holds a parameter."""
     return next(kind for kind in KINDS if kind.takes(param))
 
 

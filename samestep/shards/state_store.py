@@ -72,7 +72,7 @@ class StateStore:
         self._of_rank: dict[int, Mapping[Key, Sequence[Part]]] = {}
 
     def parts(self, key: Key) -> Sequence[Part]:
-        """What this rank keeps of a tensor."""
+        """The parts of a tensor that this rank keeps."""
         return self._kept_by(self._ranks.rank)[key]
 
     def _kept_by(self, rank: int) -> Mapping[Key, Sequence[Part]]:
@@ -139,7 +139,7 @@ class StateStore:
         return finish
 
     def _holdings(self, key: Key) -> Holdings:
-        """Which ranks keep which boxes of a tensor."""
+        """The holdings of a tensor: which ranks keep which boxes."""
         return by_box(
             (rank, part.box)
             for rank in range(self._ranks.size)

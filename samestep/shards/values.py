@@ -16,7 +16,7 @@ from samestep.update.plain import scale
 
 
 class ShardValues:
-    """Where a rank has all of every parameter, and all state; other layouts override the rest.
+    """State and values of shards; these are the answers where a rank has everything.
 
     State is handed in by the optimizer. `param` is always a parameter of the placement.
 

@@ -1,4 +1,4 @@
-"""Where state stays between steps: beside its parameter, or in the host's memory.
+"""The place of state between steps: beside its parameter, or in the host's memory.
 
 From there it comes to the device in windows, and goes back.
 """
@@ -37,7 +37,7 @@ class StateDevice(NamedTuple):
 
 
 def state_device(device: torch.device, offload: str | None) -> StateDevice:
-    """Where the state of parameters on a device stays.
+    """The device on which the state of parameters stays.
 
     Raises:
         ValueError: It shall be offloaded from a device that has no streams to copy beside it.
@@ -72,7 +72,7 @@ class OffloadUnit(NamedTuple):
 
     @property
     def size(self) -> UnitSize:
-        """What a plan needs of it."""
+        """The size of the unit, for a plan."""
         tensors = tuple(TensorSize(t.numel(), t.element_size()) for t in self.state.values())
         return UnitSize(self.elements, tensors, self.may_be_cut)
 
@@ -127,7 +127,7 @@ class Windows:
     def made(
         self, window: WindowId, place: int, of: tuple[object, ...], make: Callable[[], T]
     ) -> T:
-        """What was made of a part of a window, again only if it would be of other objects."""
+        """An object made of a part of a window, made anew only if it would be of other objects."""
         known = self._made.get((window, place))
         if known is None or not all(map(operator.is_, known[0], of)):
             known = self._made[window, place] = of, make()
@@ -135,7 +135,7 @@ class Windows:
         return found
 
     def parts(self, window: WindowId) -> list[OffloadSlice]:
-        """What is in a window."""
+        """The parts of a window."""
         return self._parts[window.stage, window.bucket.bucket, window.number]
 
 

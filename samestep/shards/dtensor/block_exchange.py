@@ -54,7 +54,7 @@ class BlockExchange:
         self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
 
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
-        """Who owns which block, as text."""
+        """The owner of every block, as lines of text."""
         lines = []
         for number, chunk in enumerate(self.chunks):
             for place, planned in enumerate(chunk.blocks):
@@ -202,7 +202,7 @@ class PlainStages:
     def _matrices(
         self, place: int, block: Tensor, directions: dict[int, Tensor]
     ) -> "list[_Matrix]":
-        """Those of a block; where it has several, their directions go into one made for it."""
+        """The matrices of a block; several have their directions in one tensor made for it."""
         planned, shapes = self._chunk.blocks[place], self._matrices_of[place]
         form = planned.block.form
         if form is None:

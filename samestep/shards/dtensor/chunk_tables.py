@@ -1,4 +1,4 @@
-"""Where everything of a chunk of spread blocks lies: made once, for `kernel_stages`.
+"""Tables of where everything of a chunk of spread blocks lies, for `kernel_stages`.
 
 New directions lie in one buffer: first what is sent to owners, part after part, then the blocks
 that this rank owns.
@@ -61,12 +61,12 @@ class OwnedBlocks(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where the last one ends."""
+        """The end of the last one, in elements."""
         return self.begin + len(self.places) * self.size.rows * self.size.cols
 
 
 class _Owned(NamedTuple):
-    """Where a block that this rank owns is: which job, and which one of its blocks."""
+    """The place of a block that this rank owns: the job, and the block in it."""
 
     job: int
     turn: int
@@ -122,7 +122,7 @@ class ChunkTables:
         self.steps = self._step_launches()
 
     def _owned_batches(self) -> list[tuple[int, list[OwnedBlocks]]]:
-        """Those of a shape and of its transpose are orthogonalized together; with their group."""
+        """Blocks that are orthogonalized together: of a shape and its transpose, by group."""
         alike = _by(
             self.chunk.owned.items(),
             lambda own: (
@@ -165,7 +165,7 @@ class ChunkTables:
         return Rows(job.begin + own.turn * rows * cols + region.row * cols + region.col, cols)
 
     def _in_directions(self, place: int, region: Region) -> SourceRows:
-        """The same among the directions, which are padded, and turned if the block is tall.
+        """The place among the directions, which are padded, and turned if the block is tall.
 
         Of a block with a form they lie as it does.
         """
@@ -251,7 +251,7 @@ class ChunkTables:
         return region_of(self.chunk.blocks[part.key[0]], part.slices)
 
     def _directed(self, part: BlockShard, came: dict[int, int]) -> DirectedPart:
-        """Where the direction of a part is: among this rank's own, or in what came, the last."""
+        """The place of a part's direction: among this rank's own, or in what came last."""
         place, region = part.place, region_of(part.planned, part.in_block)
         if place in self._owned:
             return DirectedPart(part, region, self._in_directions(place, region))
@@ -341,7 +341,7 @@ def _matrix(view: Tensor, size: Size) -> Tensor:
 
 
 def _known(view: Tensor, size: Size) -> Tensor:
-    """The same of a dtype that kernels know."""
+    """A dtype that kernels know, in place of one that they do not."""
     if view.dtype not in STORED_DTYPES:
         raise NotRowsError
     return _matrix(view, size)

@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 
 
 class ParameterSlot(NamedTuple):
-    """Where a parameter hangs. FSDP2 swaps what is there: a shard, or the gathered whole."""
+    """The attribute of a module that is a parameter: FSDP2 swaps its shard and the whole."""
 
     owner: nn.Module
     name: str
 
     @property
     def now(self) -> Tensor:
-        """What hangs there now."""
+        """The parameter that is there now."""
         found: Tensor = getattr(self.owner, self.name)
         return found
 
@@ -37,12 +37,12 @@ def fsdp_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def called(name: str) -> str:
-    """What messages call a module."""
+    """The name of a module in messages."""
     return f"FSDP module {name!r}" if name else "the outermost FSDP module"
 
 
 def own_places(module: nn.Module) -> Iterator[ParameterSlot]:
-    """Where the parameters of a module hang that belong to no FSDP2 module inside it."""
+    """The attributes that are parameters of a module, and of no FSDP2 module inside it."""
     for name, _ in module.named_parameters(recurse=False):
         yield ParameterSlot(module, name)
     for child in module.children():
@@ -84,7 +84,7 @@ def grid(module: nn.Module) -> list[list[int]]:
 
 
 def managed_beside(params: Iterable[Tensor]) -> list[DTensor]:
-    """What FSDP2, or torch's `replicate`, manages of the modules that hold some of these.
+    """The parameters that FSDP2, or torch's `replicate`, manages beside some of these.
 
     A parameter does not tell, and an optimizer may have no model to look at. What FSDP2 was told
     to ignore is not among them. torch has no public way to ask for it.

@@ -32,7 +32,7 @@ _SUMS = ("sum", "avg")  # of summands, by the digit that stands for them, less 1
 
 
 class Mark:
-    """What is known of a sharded parameter since its gradient was dropped the last time.
+    """Whether backward has used a sharded parameter since its gradient was dropped the last time.
 
     used: a backward pass of this rank has reached it.
     """
@@ -75,7 +75,7 @@ def has_gradient(param: Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-    """What is added up at once: the axes of a mesh, and what the sum is divided by."""
+    """A kind of sum: gradients with the same mesh, axes, divisor and dtype are added up at once."""
 
     mesh: DeviceMesh
     axes: tuple[int, ...]
@@ -185,7 +185,7 @@ def combine(grads: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[DTenso
 
 
 def placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """What this rank has of a DTensor that is as large as another; nothing travels."""
+    """Make a DTensor, as large as another, of the local tensor of each rank; nothing travels."""
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -212,7 +212,7 @@ def _combined_placements(grad: DTensor, wanted: Sequence[Placement]) -> list[Pla
 
 
 def _kind(grad: DTensor, wanted: Sequence[Placement]) -> _Kind | None:
-    """How a gradient is added up; None if torch must do it: it is cut at the same time."""
+    """The kind of sum for a gradient; None if torch must do it, which cuts it at the same time."""
     axes, divisor = [], 1
     for axis, (found, own) in enumerate(zip(grad.placements, wanted, strict=True)):
         if found.is_partial():

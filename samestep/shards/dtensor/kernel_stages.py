@@ -49,7 +49,7 @@ class StepTables:
         return torch.stack(flags).double()
 
     def of_group(self, group: int, math: GroupMaths) -> tuple[GroupMath, Step]:
-        """How the rule of a group is run."""
+        """The math of a group in this step."""
         if group not in self._maths:
             found = math(group)
             only_if = None if found.only_if is None else found.only_if.double()

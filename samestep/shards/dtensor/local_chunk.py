@@ -125,7 +125,7 @@ class LocalChunk:
         return found
 
     def states_of_matrices(self, place: int) -> list[State]:
-        """The same, matrix by matrix of the block."""
+        """The views of a block, matrix by matrix."""
         planned, state = self.blocks[place], self.whole_state(place)
         spec = self.local.specs[planned.param]
         group = self.local.groups[spec.group]

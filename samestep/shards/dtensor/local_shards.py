@@ -1,4 +1,4 @@
-"""What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
+"""The shards of DTensors, and of their blocks, that a rank holds in a step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class LocalShards:
         ]
 
     def box(self, index: int) -> Box:
-        """What this rank holds of a tensor."""
+        """The box of a tensor that this rank holds."""
         return self.held[index].boxes[self.group.rank]
 
     def look_at(self, values: Sequence[Tensor], states: Sequence[State]) -> None:
@@ -126,7 +126,7 @@ class LocalShards:
 
 
 def divided(slices: Slices, per: int) -> Slices:
-    """Of a tensor that has one element for `per` neighbours in the last dim."""
+    """The boxes of a tensor with one element for `per` neighbours in the last dim."""
     if per == 1:
         return slices
     return (*slices[:-1], slice(slices[-1].start // per, slices[-1].stop // per))

@@ -1,4 +1,4 @@
-"""What is planned for blocks of DTensors: their owners, their chunks, and what travels.
+"""The plan for blocks of DTensors: their owners, their chunks, and what travels.
 
 The same functions plan for optimizers and for estimates, which have no ranks.
 """

@@ -295,7 +295,7 @@ class ShardedParameters(Placement):
         return self.specs[index].group, operand
 
     def _origin(self, index: int, part: OffloadSlice | None = None) -> Origin | None:
-        """Where the local part of an elementwise parameter lies, or a range of it."""
+        """The origin of the local part of an elementwise parameter, or of a range of it."""
         where = self.shards.elements[index]
         if where is not None and part is not None and not part.is_whole:
             where = where.stretch(part.start, part.stop)

@@ -1,4 +1,4 @@
-"""What ranks agree on before they share parameters: the plan, and the values of every copy.
+"""Agreement before ranks share parameters: on the plan, and on the values of every copy.
 
 Collective, and raised by all ranks or by none.
 """

@@ -32,7 +32,7 @@ def mark(param: Tensor, arrive: Callable[[], None]) -> None:
 
 
 def unmark(param: Tensor) -> None:
-    """It has arrived."""
+    """Give a parameter its class back: it has arrived."""
     kind = type(param)
     if issubclass(kind, _OnItsWay):
         param.__class__ = kind._kind

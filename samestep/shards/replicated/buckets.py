@@ -45,7 +45,7 @@ class GradientBuckets(Protocol):
         ...
 
     def end_step(self) -> None:
-        """What was reduced has been used."""
+        """Let go of memory: all sums were used."""
 
 
 class ParameterBuckets(Protocol):

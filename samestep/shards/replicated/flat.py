@@ -76,7 +76,7 @@ class FlatGradients:
         return buffer if self._reduce_dtype is None else buffer.to(self._reduce_dtype)
 
     def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
-        """The same; gradients lie in the buffer itself unless another dtype travels."""
+        """See `GradientBuckets`; gradients lie in the buffer unless another dtype travels."""
         return buffer.div(by) if _lies_in(buffer, self._buffer(number)) else buffer.div_(by)
 
     def landed(self, number: int, total: Tensor) -> Tensor:

@@ -231,7 +231,7 @@ class LaunchOrder:
         return any(other in self._waits_for for other in self._beside())
 
     def told(self, any_rank_met: bool | None) -> None:
-        """What all ranks know of `met`; None: nothing yet."""
+        """Take in whether any rank has `met` another optimizer; None: not known yet."""
         self._alone = any_rank_met is False
         if not any_rank_met:
             return
@@ -313,7 +313,7 @@ class LaunchOrder:
 
 
 class _InsideBackward(threading.local):
-    """Those that launch inside backward and are alive; per thread, as ranks are in tests."""
+    """The living orders that launch inside backward; per thread, as ranks are in tests."""
 
     def __init__(self) -> None:
         self.orders: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()

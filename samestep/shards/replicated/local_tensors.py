@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter, as plain tensors: all of it, or its part of a DTensor.
+"""Parameters as plain tensors of this rank: all of a parameter, or its shard of a DTensor.
 
 Whoever averages over copies works on these, whatever the rest of a parameter is on other ranks.
 """
@@ -59,11 +59,11 @@ class LocalTensors:
             part.copy_(own.view(part.shape))
 
     def values(self) -> list[Tensor]:
-        """What this rank holds of every parameter."""
+        """The local tensors of all parameters."""
         return [self.value(index) for index in range(len(self.params))]
 
     def addresses(self) -> list[tuple[int, bool]]:
-        """Where each value lies, and whether it is contiguous."""
+        """The address of each local tensor, and whether it is contiguous."""
         held = map(self._held, range(len(self.params)))
         return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in held]
 
@@ -87,7 +87,7 @@ class LocalTensors:
             dtensor._local_tensor = view
 
     def gradient(self, index: int) -> Tensor | None:
-        """What `.grad` has here, detached; it may be a summand of those of a mesh.
+        """The local tensor of `.grad`, detached; it may be an addend of a sum over a mesh.
 
         None also where a gradient was reduced and given back.
         """
@@ -104,7 +104,7 @@ class LocalTensors:
         return held.detach()
 
     def dense_gradient(self, index: int) -> Tensor | None:
-        """The same of a gradient that is about to travel, maybe before a step has looked at it."""
+        """The local tensor of a gradient that is about to travel; raises if it is sparse."""
         grad = self.gradient(index)
         if grad is not None and grad.layout != torch.strided:
             raise sparse_gradient(self._names[index])
@@ -136,7 +136,7 @@ class LocalTensors:
         param.grad = placed(local, like, like.placements)
 
     def kinds_along_axes(self, index: int) -> tuple[int, ...]:
-        """What a gradient is along each mesh axis; 0 where it is cut. () if there is none.
+        """The kind of a gradient along each mesh axis; 0 where it is cut. () if there is none.
 
         Raises:
             ValueError: It is placed in another way than its parameter.
@@ -167,6 +167,6 @@ def _boxes_of(value: Tensor, elements: slice) -> list[Tensor]:
 
 
 def _held_of(grad: Any) -> Tensor:
-    """What this rank holds of a DTensor's gradient; of a plain tensor, which is refused, all."""
+    """The local tensor of a DTensor's gradient; a plain tensor, refused later, as it is."""
     held: Tensor = getattr(grad, "_local_tensor", grad)
     return held

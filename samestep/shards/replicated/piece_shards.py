@@ -144,7 +144,7 @@ class PieceShards:
         return Shard(value, is_view, self._packing.views(piece, state), self._whereabouts(piece))
 
     def _whereabouts(self, piece: Piece) -> GlobalElementIndex | None:
-        """Which elements of its whole parameter a piece has, if any state is rounded at random.
+        """The elements of its whole parameter that a piece has, if any state is rounded at random.
 
         None for a part of a block, of which the rounding is done where the block comes together.
         """

@@ -1,4 +1,4 @@
-"""What is planned for copies: their buckets, in how many levels they travel, and what they send.
+"""The plan for copies: their buckets, in how many levels these travel, and what they send.
 
 Pure: optimizers ask before they make anything, and `estimate` asks the same.
 """
@@ -93,7 +93,7 @@ def levels_of(
 
 
 def legs_in_a_row(buckets: int, *, on_cpu: bool) -> int:
-    """Whose legs go beside each other: a CPU waits for one leg before it launches the next."""
+    """The number of buckets whose legs go beside each other: on a CPU one."""
     return 1 if on_cpu else buckets
 
 
@@ -117,7 +117,7 @@ def largest_block(specs: Sequence[ParamSpec]) -> int:
 
 
 def bytes_of(specs: Sequence[ParamSpec]) -> int:
-    """As a rank holds them."""
+    """The bytes of parameters, as a rank holds them."""
     return sum(spec.numel * width_of(spec.dtype) for spec in specs)
 
 
@@ -159,7 +159,7 @@ class ReplicatedPlan:
 
     @cached_property
     def shape(self) -> PlacementShape:
-        """What the schedule of a step depends on."""
+        """The shape of the placement, which the schedule of a step depends on."""
         params, buckets = self.members.params, self.plan.buckets
         of_buckets = [[params[index] for index in bucket.params] for bucket in buckets]
         dtypes = [of_bucket[0].dtype for of_bucket in of_buckets]  # a bucket has one

@@ -105,7 +105,7 @@ class ReducedGradient(Tensor):
     del _refuse
 
     def __getattr__(self, name: str) -> Any:
-        """What a DTensor alone has (`to_local`, `full_tensor`, ...) asks for its values."""
+        """Raise for attributes of DTensors alone (`to_local`, ...), which need values."""
         param = self.__dict__["_param"]()
         if not name.startswith("_") and mesh_of(param) is not None and hasattr(param, name):
             raise self._error(name)

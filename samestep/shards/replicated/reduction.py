@@ -200,7 +200,7 @@ class BucketReductions:
             self.sent.renew(index)  # it may have been cut
 
     def void(self, indices: Iterable[int], *, again: bool) -> None:
-        """What was reduced of these parameters so far is dropped, on every rank.
+        """Drop the sums of these parameters so far, on every rank.
 
         again: what has come since is reduced in one more round of this step, and nothing else.
         """

@@ -192,7 +192,7 @@ class ReplicatedShards(Placement):
         return planned
 
     def _lines(self, planned: ReplicatedPlan, layout: "MeshLayout | None") -> list[str]:
-        """What all ranks must have alike, as text: the first line that differs is told.
+        """The lines that all ranks must have alike; the first one that differs is told.
 
         Parameters and options come before the plan made of them.
         """
@@ -282,7 +282,7 @@ class ReplicatedShards(Placement):
         return f"us: {ranks_text(self.group.members)}{outer}"
 
     def updated_by(self, param: Tensor) -> str:
-        """Those of the copies that are its primary holders; of a DTensor, of their parts of it."""
+        """See `Placement`; of a DTensor the primary holders of the shards."""
         index, owners = self.values.index(param), set[int]()
         for bucket in self.plan.buckets:
             for rank, segment in bucket.filled:
@@ -358,7 +358,7 @@ class ReplicatedShards(Placement):
         self._edits = None
 
     def _parameter_problem(self) -> RankFailure | None:
-        """What was done to a parameter since the plan was made."""
+        """A change of a parameter since the plan was made, as a reason not to take the step."""
         problem = self.local.changed(self.group)
         if problem is None:
             self._parameters.adopt()
@@ -510,7 +510,7 @@ class ReplicatedShards(Placement):
     def operands(
         self, number: int, window: WindowId | None = None
     ) -> Iterator[tuple[int, Operand]]:
-        """What this rank updates in a bucket, with the index of its group."""
+        """See `Placement`."""
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
         for piece, grad, views in self._seen(number, window):

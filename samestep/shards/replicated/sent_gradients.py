@@ -1,4 +1,4 @@
-"""Which gradients of this rank the sums have, and whether these gradients are what they were.
+"""Gradients of this rank that sums have: which they are, and whether they were edited since.
 
 A gradient that was reduced counts as long as `.grad` is what it was then, or what stands there in
 its place. Where it is gone (`zero_grad()`, `.grad = None`), this rank's part of the sum is void.
@@ -90,7 +90,7 @@ class SentGradients:
         self.show_as_reduced()
 
     def show_as_reduced(self) -> None:
-        """Where gradients were sent and are not in `.grad` any more, it says so."""
+        """Put a stand-in into `.grad` where a gradient was sent and is not there any more."""
         for index, here in enumerate(self.here):
             if here and not self._local.has_gradient(index):
                 self._put_stand_in(index)
@@ -108,7 +108,7 @@ class SentGradients:
         return grad
 
     def _look(self, index: int) -> Look | None:
-        """Where a gradient lies, and what tells whether it is written to."""
+        """A look at a gradient, which tells later whether it was written to."""
         if not self._local.has_gradient(index):
             return None
         return look(self._gradient(index), values=self.steps < EDITS_LOOKED_FOR)
@@ -166,7 +166,7 @@ class SentGradients:
                 self._params[index].grad = clone_in_place(counted)
 
     def drops(self) -> Drops:
-        """What this rank has to say of them."""
+        """The drops of this rank, for all others."""
         everything = range(len(self._params))
         return Drops(
             dropped=[index in self.dropped for index in everything],

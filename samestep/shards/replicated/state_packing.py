@@ -1,4 +1,4 @@
-"""Where the state of pieces lies on a rank: one tensor per parameter and key, piece after piece.
+"""The packing of state: one tensor per parameter and key, piece after piece.
 
 Of DTensors a rank has pieces of the shard that it holds. State with an element for each of the
 parameter's is that of this shard, and called local here; state that belongs to whole blocks is
@@ -28,7 +28,7 @@ def is_local(key: str, spec: ParamSpec) -> bool:
 
 
 def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shape]:
-    """Of a piece, by key."""
+    """The shapes of a piece's state, by key."""
     rule, stored = rule_of(group), spec.stored
     if piece.block is None:
         return state_shapes(rule, piece_shape(piece), group, stored)
@@ -44,7 +44,7 @@ def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shap
 
 
 class StatePacking:
-    """Where the state of pieces lies on a rank: per parameter and key one 1-D tensor of pieces.
+    """The packing of the state of pieces on a rank: per parameter and key one 1-D tensor.
 
     sizes: per parameter and key the elements of that tensor.
     parts: per piece and key the part of that tensor.

@@ -161,7 +161,7 @@ class ReplicatedValues(ShardValues):
         return () if is_number else (prod(shape),)
 
     def _starts_of_blocks(self, index: int, key: str) -> dict[Block, int]:
-        """Where the state of each block begins, which is kept block after block."""
+        """The start of each block's state, which is kept block after block."""
         known = self._block_starts.get((index, key))
         if known is None:
             spec = self._plan.params[index]
@@ -173,7 +173,7 @@ class ReplicatedValues(ShardValues):
         return known
 
     def _process_shapes(self, index: int) -> dict[str, Shape]:
-        """What one process keeps of a parameter."""
+        """The shapes of the state that one process keeps of a parameter."""
         spec = self._plan.params[index]
         whole, group = spec.whole or spec, self._groups[spec.group]
         return whole_shapes(rule_of(group), whole.shape, whole.blocks, group, spec.stored)
@@ -240,7 +240,7 @@ class ReplicatedValues(ShardValues):
         return is_local(name, self._plan.params[index])
 
     def _shape_here(self, index: int, key: str) -> Shape:
-        """Of all that belongs to what this rank holds."""
+        """The shape of all state that belongs to the local tensor of a parameter."""
         spec = self._plan.params[index]
         if is_local(key, spec):
             return spec.stored[key].shape(spec.shape)

@@ -11,7 +11,7 @@ from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
 from samestep.lab.stress.mutants.mutant import RANDOM, mutant
 from samestep.lab.stress.scenarios.recipes import SMALL_TOO
-from samestep.optimizer import saved_state, step
+from samestep.optimizer import rule_runner, saved_state, step
 from samestep.optimizer.grad_scaler import GradScaler
 from samestep.optimizer.rule_runner import ClipDecision, RuleRunner
 from samestep.rules import muon
@@ -101,7 +101,7 @@ def gate_on_raw_gradient() -> list[Any]:
     return [(MuonRule, "update", update), (muon, "decay_weights", decay)]
 
 
-@mutant("reference", "megatron_conditional", layout="none", replaces=(step, "stacks"))
+@mutant("reference", "megatron_conditional", layout="none", replaces=(rule_runner, "stacks"))
 def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
     """blocks are stacked by their number of elements, which mixes a matrix with its transpose"""
     # (32, 16) and (16, 32) go together.

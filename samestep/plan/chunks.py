@@ -21,6 +21,7 @@ from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import Holdings, RankBoxes, whole_on
 from samestep.plan.layouts import Key as TensorKey
 from samestep.plan.sharding import ParamSpec
+from samestep.plan.transfers import Transfer
 from samestep.rules.orthogonalize import block_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
@@ -122,12 +123,16 @@ class Chunk:
 
     giving_back: None where every rank is an owner.
     wide: the dtype in which blocks are computed.
+    sums: gathers what parts have of sums over blocks; None: no rule needs any.
+    summed: sums over each matrix of a block, by place of the block.
     """
 
     blocks: tuple[PlannedBlock, ...]
     collection: Exchange
     giving_back: Exchange | None
     wide: torch.dtype
+    sums: Transfer | None = None
+    summed: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:

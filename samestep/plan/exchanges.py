@@ -326,6 +326,6 @@ class Exchange:
         return [each for each in held.sources if near[each[0]] == near[target]] if near else ()
 
 
-def transfer_of(exchange: Exchange | None) -> Transfer | None:
+def transfer_of(exchange: Exchange | Transfer | None) -> Transfer | None:
     """The collective of an exchange, if there is one."""
-    return None if exchange is None else exchange.transfer
+    return exchange.transfer if isinstance(exchange, Exchange) else exchange

@@ -11,6 +11,8 @@ Blocks of DTensors come together in chunks, after the waves:
 
     Collect   Transform GiveBack Apply   Transform GiveBack Apply ...
 
+Before a chunk is applied, `Sum` adds up over ranks what its rules need of whole blocks, if any do.
+
 Where ranks average copies of DTensors themselves, a block comes together from averaged parts, and
 is gathered when it was applied.
 
@@ -147,8 +149,14 @@ class GiveBack(_Sends):
     sends = "giving_back"
 
 
+class Sum(_Sends):
+    """Wait for the directions of a chunk, and start adding up what rules need of whole blocks."""
+
+    sends = "sums"
+
+
 class Apply(_About):
-    """Wait for the directions of a chunk, and step."""
+    """Wait for the directions of a chunk, or for such sums, and step."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Measure:
     """Combine what `metrics()` tells of the updates."""
 
 
-OfChunk = Collect | Transform | GiveBack | Apply
+OfChunk = Collect | Transform | GiveBack | Sum | Apply
 OfBucket = Reduce | Average | Gather | Place | OfChunk
 OfWindow = Fetch | Return
 Operation = OfBucket | OfWindow | Agree | Clip | Update | Measure
@@ -217,6 +225,11 @@ class PlacementShape(NamedTuple):
         every = self.exchanges if kind in (Reduce, Gather) else self.planned_chunks
         exchange = getattr(every[about.bucket], kind.sends) if every else None
         return kind(about, transfer_of(exchange))
+
+    def applied(self, chunk: BucketId) -> list[Operation]:
+        """The end of a chunk: sums over its blocks, if rules need any, and the step."""
+        sums = self.planned_chunks and self.planned_chunks[chunk.bucket].sums is not None
+        return [self.sending(Sum, chunk), Apply(chunk)] if sums else [Apply(chunk)]
 
     def average(self, bucket: BucketId) -> Average:
         """The average of a bucket, with what it sends; nothing if gradients come reduced."""
@@ -328,8 +341,11 @@ def _chunks(
         operations.append(Transform(chunk))
         if placements[chunk.placement].gives_back:
             operations.append(placements[chunk.placement].sending(GiveBack, chunk))
-        operations += [Apply(done) for done in chunks[max(0, number - late) : number - late + 1]]
-    return operations + [Apply(chunk) for chunk in chunks[len(chunks) - late :]]
+        for done in chunks[max(0, number - late) : number - late + 1]:
+            operations += placements[done.placement].applied(done)
+    for done in chunks[len(chunks) - late :]:
+        operations += placements[done.placement].applied(done)
+    return operations
 
 
 def _waves(

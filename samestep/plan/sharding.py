@@ -51,6 +51,7 @@ class ParamSpec(NamedTuple):
     stacks: int = 1
     whole: "ParamSpec | None" = None  # None: this is it
     stored: StoredTensors = StoredTensors()  # what is kept for it, by key
+    sums: int = 0  # over each whole block, that its rule needs to finish
 
     @property
     def numel(self) -> int:

@@ -35,6 +35,7 @@ from samestep.rules.rule import (
     number,
     on_host,
 )
+from samestep.rules.stages import staged_update
 
 # Larger elements of a gradient count as this. All that is made of them fits 32 bits: differences,
 # momenta that are sums up to a momentum of 0.999, norms of blocks of 2^40 elements.
@@ -150,10 +151,7 @@ class MuonRule:
         self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Update:
         """One Muon step on a stack of blocks. All tensors (B, rows, cols) but the variance."""
-        prepared, kept = self.prepare(grad, state, scalars, options)
-        direction, of_blocks = self.transform(prepared, state, scalars, options)
-        new_param = self.finish(param, direction, tuple(param.shape[-2:]), scalars, options)
-        return Update(new_param, {**kept, **of_blocks}, lambda: direction)
+        return staged_update(self, param, grad, state, scalars, options)
 
     def prepare(
         self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options

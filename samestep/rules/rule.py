@@ -6,7 +6,7 @@ runs it may hand it slices, stacks of blocks, or copies on another device, and m
 select between old and new values afterwards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -69,7 +69,8 @@ class StagedRule(Protocol):
     """A matrix rule whose `update` is three steps, of which only the second needs whole blocks.
 
     So a rank that holds a part of a block can do the first and the last by itself, and only what
-    goes into and comes out of the second has to travel.
+    goes into and comes out of the second has to travel. `rules.stages.staged_update` is its
+    `update`.
     """
 
     def prepare(
@@ -93,6 +94,44 @@ class StagedRule(Protocol):
         options: Options,
     ) -> Tensor:
         """Of any part of a block of `block_shape`: the new parameter."""
+        ...
+
+
+@runtime_checkable
+class SummingRule(StagedRule, Protocol):
+    """A staged rule that finishes by sums over whole blocks, such as the norm of the new weight.
+
+    Ranks that hold parts of a block add up what each has; the sums have the same bits in every
+    layout (`rules.exact_sums`). They reach `finish` among the scalars, by name, in float64 and of a
+    shape that a part can be multiplied with; cast what is made of them to the parameter's dtype.
+    """
+
+    def sums(self, options: Options) -> Sequence[str]:
+        """Name the sums, always the same ones with these options."""
+        ...
+
+    def summands(
+        self,
+        param: Tensor,
+        direction: Tensor,
+        block_shape: Shape,
+        scalars: Tensors,
+        options: Options,
+    ) -> Tensors:
+        """Of any part of a block of `block_shape`, by name: a term for each of its elements."""
+        ...
+
+
+@runtime_checkable
+class OwnedStateRule(Protocol):
+    """A matrix rule with state that the owner of a block alone has, such as preconditioners.
+
+    Other state that belongs to a whole block, such as a step count, is small: where blocks are
+    divided, everyone who holds a part of a block has it.
+    """
+
+    def owned_state(self, options: Options) -> Collection[str]:
+        """Name these state tensors; only `transform` is given them."""
         ...
 
 

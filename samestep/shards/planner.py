@@ -26,6 +26,7 @@ from samestep.layout.boxes import mesh_of
 from samestep.plan.sharding import ParamSpec
 from samestep.rules import checks
 from samestep.rules.rule import math_dtype
+from samestep.rules.stages import is_summing
 from samestep.rules.state import StoredTensors, state_shapes, stored_tensors
 from samestep.shards.copies import Copies, find_copies, refuse_copies_nobody_averages
 from samestep.shards.placement import Placement, PlanMembers
@@ -197,6 +198,7 @@ class Planner:
                     _state_per_element(group, stored, math_dtype(param)),
                     tuple(sum(map(of_whole, block.matrices)) for block in cut or ()),
                     stored=stored,
+                    sums=len(rule.sums(group)) if is_summing(rule) else 0,
                 )
                 members.append((self._place_of_use.get(param, -1), param, spec))
         members.sort(key=lambda member: member[0])

@@ -7,7 +7,6 @@ whatever the dtype of the parameter.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from samestep.rules.converted import is_rounded
 from samestep.rules.noise import Origin
 from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule, math_dtype
+from samestep.rules.stages import follows
 from samestep.rules.state import MASTER, MASTERS, State
 from samestep.rules.stored import (
     REMAINDER_KEY,
@@ -142,28 +142,17 @@ def update_together(
     return True
 
 
-@cache
-def _follows(kind: type, protocol: type) -> bool:
-    """Asking a protocol takes as long as a small update, so it is asked once."""
-    return issubclass(kind, protocol)
-
-
 def _is_together(rule: Rule) -> TypeGuard[TogetherRule]:
-    return _follows(type(rule), TogetherRule)
+    return follows(type(rule), TogetherRule)
 
 
 def _is_in_place(rule: Rule) -> TypeGuard[InPlaceRule]:
-    return _follows(type(rule), InPlaceRule)
+    return follows(type(rule), InPlaceRule)
 
 
 def is_bounded(rule: Rule | StagedRule) -> TypeGuard[BoundedRule]:
     """Whether a rule says how large its directions can be."""
-    return _follows(type(rule), BoundedRule)
-
-
-def is_staged(rule: Rule) -> TypeGuard[StagedRule]:
-    """Whether a rule can be run on parts of a block, but for one stage."""
-    return _follows(type(rule), StagedRule)
+    return follows(type(rule), BoundedRule)
 
 
 def _is_plain(operand: Operand) -> bool:

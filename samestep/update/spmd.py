@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from samestep.rules.rule import Rule
+from samestep.rules.stages import finished, is_staged
 from samestep.rules.state import State
-from samestep.update.plain import Result, Scalars, direction_squares, is_staged, run_rule
+from samestep.update.plain import Result, Scalars, direction_squares, run_rule
 from samestep.xla.tiling import Tiling, annotate, tiling_of, whole_on_all
 
 
@@ -52,7 +53,7 @@ def run_spmd_rule(
     direction, new_state = rule.transform(annotate(prepared, of_blocks), state, scalars, options)
     annotate(direction, of_blocks)
     shape = (param.shape[-2], param.shape[-1])
-    new_param = rule.finish(param, direction, shape, scalars, options)
+    new_param = finished(rule, param, direction, shape, scalars, options)
     squares = direction_squares(direction) if measure else None
     return Result(new_param, {**kept, **new_state}, squares)
 

@@ -35,6 +35,7 @@ from samestep.plan.schedule import (
     OfBucket,
     Operation,
     Reduce,
+    Sum,
 )
 from samestep.plan.transfers import Traffic, Transfer, gather_of
 
@@ -177,6 +178,8 @@ class Launches:
                 yield from self._of_chunk(chunk, lambda own: own.collection)
             case GiveBack(chunk):
                 yield from self._of_chunk(chunk, lambda own: own.giving_back)
+            case Sum(chunk):
+                yield from self._of_chunk(chunk, lambda own: own.sums)
             case Measure():
                 elements = 2 * len(self._blueprint.groups)
                 everyone = self._blueprint.everyone
@@ -292,7 +295,7 @@ class Launches:
             yield from self._sums(summands.peers, placement.everyone, wide, size_on)
 
     def _of_chunk(
-        self, chunk: BucketId, which: Callable[[Chunk], Exchange | None]
+        self, chunk: BucketId, which: Callable[[Chunk], Exchange | Transfer | None]
     ) -> Iterator[Collective]:
         """An exchange between the ranks of a mesh; nothing, if nothing travels."""
         placement = self._blueprint.placements[chunk.placement]

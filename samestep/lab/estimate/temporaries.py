@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.groups.param_groups import rule_of
 from samestep.rules.rule import Rule, math_dtype
+from samestep.rules.stages import is_staged
 from samestep.rules.state import state_shapes, stored_tensors
-from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
+from samestep.update.plain import Operand, run_rule, update_blocks, update_elementwise
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

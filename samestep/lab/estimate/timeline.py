@@ -62,6 +62,7 @@ from samestep.plan.schedule import (
     Place,
     Reduce,
     Return,
+    Sum,
     Transform,
     Update,
     WindowId,
@@ -385,8 +386,13 @@ class _Simulator:
                 self._spend(self._of_blocks(chunk, self._seconds_of_chunk))
             case GiveBack(chunk):
                 self._launch("return", chunk, operation)
+            case Sum(chunk):
+                self._wait("return", chunk)
+                self._elementwise(chunk, 12)
+                self._launch("sums", chunk, operation)
             case Apply(chunk):
                 self._wait("return", chunk)
+                self._wait("sums", chunk)
                 self._elementwise(chunk, 12)
         self._tell(describe_operation(operation), before)
 

@@ -423,6 +423,12 @@ class SpreadingWalk(Walk):
         self._add("returning", number, sum(part.numel for part in into) * dtype.itemsize)
         self._ledger.passing(copied if len(out) > 1 else 0)
 
+    def on_sum(self, number: int) -> None:
+        """Terms of one part after the other."""
+        chunk = self._spreading.chunks[number]
+        self._drop(number, "returned")
+        self._ledger.passing(max(self._parts(chunk), default=0) * chunk.wide.itemsize)
+
     def on_apply(self, number: int) -> None:
         """One part after the other."""
         chunk = self._spreading.chunks[number]

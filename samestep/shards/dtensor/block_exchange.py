@@ -5,19 +5,24 @@
 the same travels.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from samestep.comm.collectives import Pending, gather_segments
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
 from samestep.plan.chunks import OF_WHOLE, PlannedBlock
-from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Transform, WindowId
+from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Sum, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
+from samestep.rules.exact_sums import WIDTH, digits_of, nothing, total_of
 from samestep.rules.rule import StagedRule, math_dtype
+from samestep.rules.stages import is_summing
 from samestep.rules.state import State
 from samestep.shards.dtensor.local_chunk import BlockShard, LocalChunk
 from samestep.shards.dtensor.local_shards import LocalShards
@@ -105,6 +110,10 @@ class BlockExchange:
                 self._running[number].transform(math)
             case GiveBack():
                 self._running[number].give_back()
+            case Sum():
+                stages = self._running[number]
+                assert isinstance(stages, PlainStages)  # no rule that has kernels needs sums
+                stages.add_up(math)
             case Apply():
                 self._running.pop(number).apply(math)
 
@@ -125,6 +134,11 @@ class PlainStages:
         self._matrices_of = [planned.block.matrices for planned in chunk.blocks]  # shapes
         self._prepared: dict[int, Tensor] = {}  # by place of the block in the chunk
         self._directions: dict[int, Tensor] = {}
+        self._of_shards: dict[int, Tensor] | None = None  # directions of shards, once they are here
+        self._sums: Pending[list[Tensor]] | None = None
+        # Where sums over a block begin among those of the chunk, matrix after matrix.
+        sizes = map(operator.mul, chunk.summed, map(len, self._matrices_of))
+        self._first_sums = list(accumulate(sizes, initial=0))
 
     def collect(self, math: GroupMaths) -> None:
         """Prepare the shards that this rank holds, and start sending them to the owners."""
@@ -226,46 +240,127 @@ class PlainStages:
             for _, (place, what), _, slices, _, _ in back.out.parts
         )
 
+    def add_up(self, math: GroupMaths) -> None:
+        """Start adding up what rules need of whole blocks; of copies the first counts."""
+        chunk, local, directions = self._chunk, self._local, self._directions_here()
+        assert chunk.sums is not None
+        rows = nothing(self._first_sums[-1], chunk.device)
+        for shard in chunk.shards:
+            if local.held[shard.planned.param].replicas[local.group.rank] != 0:
+                continue
+            rule, of_group = local.staged(shard.planned, math)
+            if not is_summing(rule):
+                continue
+            names = rule.sums(of_group.options)
+            value, direction = self._value(shard), directions[shard.place]
+            for part in self._parts(shard, apart=True):
+                terms = rule.summands(
+                    part.of(value),
+                    part.of(direction.to(value.dtype)),
+                    part.shape,
+                    of_group.scalars,
+                    of_group.options,
+                )
+                first = self._first_sums[shard.place] + part.first * len(names)
+                for row, name in enumerate(names, first):
+                    rows[row] = digits_of(terms[name].reshape(1, -1))[0]
+        sizes = [rows.numel()] * local.group.size
+        self._sums = gather_segments(chunk.sums.name, rows.view(-1), sizes, local.group)
+
     def apply(self, math: GroupMaths) -> None:
         """Step in the directions, on the shards that this rank holds."""
-        chunk, local, came = self._chunk, self._local, dict[int, Tensor]()
-        own, self._directions = self._directions, {}
+        chunk, local, directions = self._chunk, self._local, self._directions_here()
+        totals: Tensor | None = None
+        if self._sums is not None:
+            totals = total_of(torch.stack(self._sums.wait()).view(local.group.size, -1, WIDTH))
+        self._directions, self._of_shards, self._sums = {}, None, None
+        for shard in chunk.shards:
+            planned, direction = shard.planned, directions[shard.place]
+            rule, of_group = local.staged(planned, math)
+            target, kept, _ = chunk.views(shard)
+            value = self._value(shard)
+            new = self._finished(rule, shard, value, direction.to(value.dtype), of_group, totals)
+            local.put(planned, of_group, parameter_pairs(target, kept, new))
+            local.count(planned, of_group, direction)
+
+    def _directions_here(self) -> dict[int, Tensor]:
+        """The directions of this rank's shards: its own, and those that have come, once awaited."""
+        if self._of_shards is not None:
+            return self._of_shards
+        chunk, found = self._chunk, dict[int, Tensor]()
         for part, values in () if chunk.giving_back is None else chunk.giving_back.arrived_parts():
             place, what = part.key
             if what == OF_WHOLE:
                 chunk.put_whole_state(place, values)
             else:
-                came[place] = values.view(part.sizes)
+                found[place] = values.view(part.sizes)
         for shard in chunk.shards:
-            planned = shard.planned
-            rule, of_group = local.staged(planned, math)
-            mine = own.get(shard.place)
-            direction = came[shard.place] if mine is None else mine[shard.in_block]
-            target, kept, _ = chunk.views(shard)
-            value = exact_value(target, kept)
-            new = self._finished(rule, shard, value, direction.to(value.dtype), of_group)
-            local.put(planned, of_group, parameter_pairs(target, kept, new))
-            local.count(planned, of_group, direction)
+            if shard.place in self._directions:
+                found[shard.place] = self._directions[shard.place][shard.in_block]
+        self._of_shards = found
+        return found
 
-    def _finished(
-        self, rule: StagedRule, part: BlockShard, value: Tensor, direction: Tensor, math: GroupMath
-    ) -> Tensor:
-        """The step of a part; matrices of its block may differ in shape, so in their rate."""
-        block, matrices = part.planned.block, self._matrices_of[part.place]
+    def _value(self, shard: BlockShard) -> Tensor:
+        """A shard's values in the math dtype."""
+        target, kept, _ = self._chunk.views(shard)
+        return exact_value(target, kept)
+
+    def _parts(self, shard: BlockShard, *, apart: bool) -> "Iterator[_PartOfShard]":
+        """A shard as parts of matrices of one shape, or if `apart` of one matrix."""
+        block, matrices = shard.planned.block, self._matrices_of[shard.place]
         shapes = list(dict.fromkeys(matrices))
-        if len(shapes) == 1:
-            return rule.finish(value, direction, shapes[0], math.scalars, math.options)
+        if len(matrices) == 1 or (len(shapes) == 1 and not apart):
+            yield _PartOfShard(shapes[0], 0)
+            return
         assert block.form is not None
         dim = block.form.dim + int(block.matrix is not None)
-        numbers = block.form.numbers()[part.in_block[dim]]
-        new = torch.empty_like(value)
-        for shape in shapes:
-            own = [place for place, n in enumerate(numbers) if matrices[n] == shape]
+        numbers = block.form.numbers()[shard.in_block[dim]]
+        kinds = range(len(matrices)) if apart else shapes
+        for kind in kinds:
+            own = [at for at, n in enumerate(numbers) if kind == (n if apart else matrices[n])]
             if own:
-                places = torch.tensor(own, device=value.device)
-                parts = value.index_select(dim, places), direction.index_select(dim, places)
-                new.index_copy_(dim, places, rule.finish(*parts, shape, math.scalars, math.options))
+                first = numbers[own[0]]
+                places = torch.tensor(own, device=self._chunk.device)
+                yield _PartOfShard(matrices[first], first, dim, places)
+
+    def _finished(
+        self,
+        rule: StagedRule,
+        shard: BlockShard,
+        value: Tensor,
+        direction: Tensor,
+        math: GroupMath,
+        totals: Tensor | None,
+    ) -> Tensor:
+        """The step of a shard; its matrices may differ in shape, so in their rate, and in sums."""
+        new, names = torch.empty(0), rule.sums(math.options) if is_summing(rule) else ()
+        for part in self._parts(shard, apart=bool(names)):
+            scalars = dict(math.scalars)
+            if names:
+                assert totals is not None
+                first = self._first_sums[shard.place] + part.first * len(names)
+                own = totals[first : first + len(names)].view(-1, *[1] * value.ndim)
+                scalars.update(zip(names, own, strict=True))
+            own_new = rule.finish(
+                part.of(value), part.of(direction), part.shape, scalars, math.options
+            )
+            if part.places is None:
+                return own_new
+            new = torch.empty_like(value) if new.numel() == 0 else new
+            new.index_copy_(part.dim, part.places, own_new.to(new.dtype))
         return new
+
+
+class _PartOfShard(NamedTuple):
+    """Rows or columns of a shard that belong to matrices of one shape; `first`: one of those."""
+
+    shape: Shape
+    first: int
+    dim: int = 0
+    places: Tensor | None = None  # None: all of the shard
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor if self.places is None else tensor.index_select(self.dim, self.places)
 
 
 class _Matrix(NamedTuple):

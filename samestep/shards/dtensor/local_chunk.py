@@ -63,6 +63,7 @@ class LocalChunk:
     def __init__(self, chunk: Chunk, local: LocalShards) -> None:
         self.local, self.device = local, local.device
         self.blocks, self.dtype, self.wide = chunk.blocks, chunk.dtype, chunk.wide
+        self.sums, self.summed = chunk.sums, chunk.summed or (0,) * len(chunk.blocks)
         rank = local.group.rank
         self.shards = [
             BlockShard(place, planned, part.shifted(planned.box).within(outer).slices, part.slices)

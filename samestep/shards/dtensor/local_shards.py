@@ -18,9 +18,10 @@ from samestep.plan.chunks import PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
+from samestep.rules.stages import is_staged
 from samestep.rules.state import GlobalElementIndex, State
 from samestep.rules.stored import block_size
-from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
+from samestep.update.plain import GroupMath, GroupMaths, Operand, put
 
 Slices = tuple[slice, ...]
 

@@ -4,6 +4,7 @@ The same functions plan for optimizers and for estimates, which have no ranks.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -18,6 +19,8 @@ from samestep.plan.chunks import (
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec
+from samestep.plan.transfers import gather_of
+from samestep.rules.exact_sums import WIDTH
 
 
 def shape_of(
@@ -60,10 +63,27 @@ def plan_chunks(
             specs[planned.param].state_of_blocks[planned.number] if gives_back else 0
             for planned in chunk
         ]
-        found.append(
-            chunk_of(number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back)
+        planned_chunk = chunk_of(
+            number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back
         )
+        summed = tuple(specs[planned.param].sums for planned in chunk)
+        found.append(_with_sums(planned_chunk, number, summed, ranks, device))
     return tuple(found)
+
+
+def _with_sums(
+    chunk: Chunk, number: int, summed: tuple[int, ...], ranks: int, device: torch.device
+) -> Chunk:
+    """A chunk whose rules need so many sums over each matrix of its blocks."""
+    pairs = zip(chunk.blocks, summed, strict=True)
+    rows = sum(count * len(planned.block.matrices) for planned, count in pairs)
+    if not rows:
+        return chunk
+    on_cpu = device.type == "cpu"
+    sizes = (rows * WIDTH,) * ranks
+    name = f"sums of chunk {number}"
+    sums = gather_of(name, torch.int64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
+    return replace(chunk, sums=sums, summed=summed)
 
 
 def travel_dtypes(

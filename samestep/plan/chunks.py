@@ -177,6 +177,15 @@ def chunk_of(
     return Chunk(blocks, collection, giving_back, wide)
 
 
+def owned_blocks(chunks: Iterable[Chunk], rank: int, params: int) -> list[list[int]]:
+    """The blocks that a rank owns of each of so many parameters, by number, in order."""
+    found: list[list[int]] = [[] for _ in range(params)]
+    for planned in chain.from_iterable(chunk.blocks for chunk in chunks):
+        if rank in planned.owners:
+            found[planned.param].append(planned.number)
+    return [sorted(numbers) for numbers in found]
+
+
 def block_box(block: Block, shape: Shape) -> Box:
     """The box of a block in its parameter."""
     if block.matrix is None:

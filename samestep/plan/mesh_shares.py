@@ -12,13 +12,13 @@ of the block. The primary holders of one mesh bring the block together (`plan.ch
 where it is planned as a parameter of its own: a `PrimaryBlock`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box
-from samestep.plan.chunks import block_box
+from samestep.plan.chunks import Chunk, block_box
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPlan, whole_pieces
 
@@ -181,6 +181,34 @@ def primary_blocks(plan: ShardingPlan, held: Sequence[RankBoxes], place: int) ->
         for piece in bucket.owned(place).pieces:
             found += _primary(piece, plan.params[piece.param], held[piece.param], counted, known)
     return found
+
+
+class BlockOwners(NamedTuple):
+    """The owners, in a mesh, of the blocks that pieces stand for: one of each stack.
+
+    rank: of the mesh, whose blocks these are.
+    """
+
+    by_piece: Mapping[Piece, Sequence[Sequence[int]]]
+    rank: int
+
+    def stacks(self, piece: Piece, rank: int | None = None) -> list[int]:
+        """The stacks of a piece whose block this rank owns, or another one."""
+        owner = self.rank if rank is None else rank
+        owners = self.by_piece.get(piece, ())
+        return [stack for stack, ranks in enumerate(owners) if owner in ranks]
+
+
+def block_owners(items: Sequence[PrimaryBlock], chunks: Iterable[Chunk], rank: int) -> BlockOwners:
+    """Who owns the primary blocks at one place among those with copies, which move in `chunks`."""
+    found: dict[Piece, dict[int, Sequence[int]]] = {}
+    for planned in (planned for chunk in chunks for planned in chunk.blocks):
+        item = items[planned.param]
+        found.setdefault(item.piece, {})[item.stack] = planned.owners
+    by_piece = {
+        piece: [owners[stack] for stack in range(len(owners))] for piece, owners in found.items()
+    }
+    return BlockOwners(by_piece, rank)
 
 
 def _primary(

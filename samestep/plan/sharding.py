@@ -46,7 +46,7 @@ class ParamSpec(NamedTuple):
     rule: str
     blocks: tuple[Block, ...] | None  # None: an elementwise rule
     state_per_element: float = 1.0  # tensors of its shape that the rule keeps
-    state_of_blocks: tuple[int, ...] = ()  # elements that the rule keeps of each block as a whole
+    state_of_blocks: tuple[int, ...] = ()  # elements of each that all holders of parts have
     shards: int = 1
     stacks: int = 1
     whole: "ParamSpec | None" = None  # None: this is it

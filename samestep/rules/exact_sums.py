@@ -36,7 +36,7 @@ def digits_of(terms: Tensor) -> Tensor:
     place = exponent.div(BITS, rounding_mode="floor").clamp_min(LOWEST)
     scale = _power_of_two(-BITS * place)[:, None]
     found = [torch.zeros_like(place) for _ in range(DIGITS)]
-    for part in terms.detach().split(step, dim=1):
+    for part in torch.split(terms.detach(), step, dim=1):
         rest = torch.where(finite[:, None], part.double(), 0.0) * scale
         for digit in found:
             whole = rest.trunc()

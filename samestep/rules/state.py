@@ -15,6 +15,7 @@ from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.layout.splits import Form
 from samestep.rules.noise import Origin, seed_of
 from samestep.rules.rule import Rule, math_dtype
+from samestep.rules.stages import owned_state
 from samestep.rules.stored import (
     BLOCKS,
     EIGHT_BITS,
@@ -39,11 +40,13 @@ class Stored(NamedTuple):
     per: of so many elements of the parameter, along its last dim, it has one: 1 for a moment, more
         for the scales of one in 8 bits. None: it is a number, or belongs to whole blocks.
     random: rounded at random, by bits that belong to each element.
+    owned: it belongs to whole blocks, and the owner of a block alone has it.
     """
 
     dtype: torch.dtype
     per: int | None
     random: bool = False
+    owned: bool = False
 
     def shape(self, of: Shape) -> Shape:
         """Of what has an element for (some of) those of a tensor of this shape."""
@@ -66,7 +69,8 @@ def needs_master(param: Tensor, master_weights: bool) -> bool:
 def is_elementwise(rule: Rule, key: str, options: Mapping[str, Any]) -> bool:
     """Whether a state tensor of a rule has an element for each of the parameter's."""
     shape = (64, 48)
-    return rule.state_shapes(shape, options)[key] == shape
+    is_alike = rule.state_shapes(shape, options)[key] == shape
+    return is_alike and key not in owned_state(rule, options)
 
 
 def chosen_format(key: str, options: Mapping[str, Any]) -> torch.dtype | str | None:
@@ -95,7 +99,7 @@ def stored_tensors(
         if not is_elementwise(rule, key, options):
             # One word is about moments, and a few numbers of each block stay as they are.
             plain = chosen if isinstance(chosen, torch.dtype) else wide
-            found[key] = Stored(plain, None)
+            found[key] = Stored(plain, None, owned=key in owned_state(rule, options))
         elif chosen == STOCHASTIC:
             found[key] = Stored(torch.bfloat16, 1, random=True)
         elif isinstance(chosen, str):

@@ -207,9 +207,10 @@ class Planner:
 
 
 def _state_of_whole(group: Group, stored: StoredTensors, shape: Shape) -> int:
-    """Elements of state that belong to a whole block, such as its variance."""
+    """Elements of state that belong to a whole block and that all have, such as its variance."""
     shapes = state_shapes(rule_of(group), shape, group, stored)
-    return sum(prod(shapes[key]) for key, how in stored.items() if how.per is None)
+    of_whole = (key for key, how in stored.items() if how.per is None and not how.owned)
+    return sum(prod(shapes[key]) for key in of_whole)
 
 
 def _state_per_element(group: Group, stored: StoredTensors, wide: torch.dtype) -> float:

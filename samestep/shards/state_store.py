@@ -67,7 +67,7 @@ class StateStore:
         counts: Collection[Key] = (),
         describe: Callable[[Key], str] = str,
     ) -> None:
-        self._title, self._shapes, self._parts_of = title, shapes, parts_of
+        self._title, self.shapes, self._parts_of = title, shapes, parts_of
         self._ranks, self._counts, self._describe = ranks, counts, describe
         self._of_rank: dict[int, Mapping[Key, Sequence[Part]]] = {}
 
@@ -82,7 +82,7 @@ class StateStore:
 
     def take(self, key: Key, tensor: Tensor, values: Tensor) -> None:
         """Write this rank's parts of whole values into its tensor; nothing travels."""
-        shaped = values if values.shape == self._shapes[key] else values.reshape(self._shapes[key])
+        shaped = values if values.shape == self.shapes[key] else values.reshape(self.shapes[key])
         for part in self.parts(key):
             part.of(tensor).copy_(shaped[part.box.slices])
 
@@ -120,7 +120,7 @@ class StateStore:
                     counted[key], source[key], held[key] = self._counts_of(key, tensors[key])
                     shape: Shape = (len(counted[key]),) if counted[key] else ()
                 else:
-                    shape, source[key] = self._shapes[key], self._holdings(key)
+                    shape, source[key] = self.shapes[key], self._holdings(key)
                     held[key] = {part.box: part.of(tensors[key]) for part in self.parts(key)}
                 made[key] = torch.empty(shape, dtype=dtype, device=device)
                 target[key] = whole_on(shape, range(self._ranks.size))
@@ -182,7 +182,7 @@ class StateStore:
         """Keys in order, as many together as have so many elements."""
         some, elements = list[Key](), 0
         for key in tensors:
-            size = prod(self._shapes[key])
+            size = prod(self.shapes[key])
             if some and elements + size > at_once:
                 yield some
                 some, elements = [], 0

@@ -17,7 +17,7 @@ from samestep.comm.collectives import Pending, gather_segments
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
-from samestep.plan.chunks import OF_WHOLE, PlannedBlock
+from samestep.plan.chunks import OF_WHOLE, PlannedBlock, owned_blocks
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Sum, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.exact_sums import WIDTH, digits_of, nothing, total_of
@@ -53,6 +53,7 @@ class BlockExchange:
         ranks, device = local.group.size, local.device
         self.chunks = plan_chunks(local.specs, local.held, ranks, distribution, device)
         self.shape = shape_of(self.chunks, distribution, local.specs, ranks)
+        local.owned = owned_blocks(self.chunks, local.group.rank, len(local.specs))
         self._local_chunks: list[LocalChunk] = []
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None

@@ -155,7 +155,15 @@ class LocalChunk:
             return NOTHING
         spec = self.local.specs[index]
         group, blocks = self.local.groups[spec.group], spec.blocks or ()
-        return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[planned.number]
+        everyones = {key: own for key, own in of_whole.items() if not spec.stored[key].owned}
+        found = block_states(rule_of(group), everyones, blocks, group, spec.stored)[planned.number]
+        mine = self.local.owned[index]
+        if planned.number in mine:
+            owned = {key: own for key, own in of_whole.items() if spec.stored[key].owned}
+            here = [blocks[number] for number in mine]
+            states = block_states(rule_of(group), owned, here, group, spec.stored)
+            found |= states[mine.index(planned.number)]
+        return found
 
     # --- state that stays on the host ----------------------------------------------------
 
@@ -186,21 +194,25 @@ class LocalChunk:
 
     # --- what belongs to whole blocks, on its way ----------------------------------------
 
+    def _travelling(self, place: int) -> list[Tensor]:
+        """The state of a whole block that everyone has who holds a part of it."""
+        index, state = self.blocks[place].param, self.whole_state(place)
+        return [own for key, own in state.items() if not self.local.is_owned(index, key)]
+
     def packed_states(self) -> dict[int, Tensor]:
         """The state of whole blocks owned here, unrounded, as elements that travel."""
         found = {}
         for place in self._states_sent:
-            state = self.whole_state(place)
-            flat = torch.cat([tensor.reshape(-1) for tensor in state.values()])
+            flat = torch.cat([tensor.reshape(-1) for tensor in self._travelling(place)])
             found[place] = flat.to(self.wide).view(self.dtype)
         return found
 
     def put_whole_state(self, place: int, elements: Tensor) -> None:
         """Take over what the owner of a block decided, out of a buffer that came."""
-        state = self.whole_state(place)
-        sizes = [tensor.numel() for tensor in state.values()]
+        state = self._travelling(place)
+        sizes = [tensor.numel() for tensor in state]
         wide = elements.clone().view(self.wide)  # a clone begins at a place for wide ones
-        for tensor, values in zip(state.values(), torch.split(wide, sizes), strict=True):
+        for tensor, values in zip(state, torch.split(wide, sizes), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
 

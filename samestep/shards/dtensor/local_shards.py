@@ -42,6 +42,7 @@ class LocalShards:
     gradients: of this step; None: only others may have one.
     groups: there from when state is made.
     present: whether each tensor has a gradient on any rank, in this step.
+    owned: the blocks of each tensor that this rank owns, by number.
     """
 
     specs: Sequence[ParamSpec]
@@ -57,6 +58,7 @@ class LocalShards:
     gradients: list[Tensor | None] = field(init=False, default_factory=list)
     groups: Sequence[Group] = field(init=False)
     present: list[bool | Tensor] = field(init=False, default_factory=list)
+    owned: Sequence[Sequence[int]] = field(init=False, default=())
     _addresses: list[int] = field(init=False, default_factory=list)  # of values
     _tensors: list[Tensor] = field(init=False, default_factory=list)  # of states, as they are kept
 
@@ -89,6 +91,10 @@ class LocalShards:
     def is_of_whole(self, index: int, key: str) -> bool:
         """Whether state belongs to whole blocks, such as their variance."""
         return self.specs[index].stored[key].per is None
+
+    def is_owned(self, index: int, key: str) -> bool:
+        """Whether state is there for the blocks alone that this rank owns, one after the other."""
+        return self.specs[index].stored[key].owned
 
     def is_primary(self, index: int) -> bool:
         """Whether this rank's copy of a shard is the one that counts in sums over ranks."""

@@ -16,7 +16,7 @@ from samestep.layout.boxes import Box, Shape
 from samestep.plan.layouts import Key, RankBoxes, whole
 from samestep.plan.sharding import ParamSpec
 from samestep.shards.dtensor.local_shards import placed_beside, refuse_cut_scales
-from samestep.shards.state_store import StateStore, boxes_of_ranks
+from samestep.shards.state_store import Part, StateStore, boxes_of_ranks
 
 
 class MeshLayout:
@@ -67,19 +67,29 @@ class MeshLayout:
         """Whether this rank's copy inside the mesh is the one that counts in sums over ranks."""
         return self.held[index].replicas[self.group.rank] == 0
 
-    def store(self, tensors: Mapping[Key, tuple[Shape, int | None]]) -> StateStore:
+    def store(
+        self,
+        tensors: Mapping[Key, tuple[Shape, int | None]],
+        owned: Mapping[Key, Sequence[Sequence[Part]]] | None = None,
+    ) -> StateStore:
         """State that is sharded as the parameters are.
 
         tensors: by (index of the parameter, key of the state) the shape of all of it, and of how
             many elements of the parameter, along its last dim, it has one; None: every rank has
             all of it.
+        owned: of those that owners of blocks alone have, the parts by rank.
         """
         shapes = {key: shape for key, (shape, _) in tensors.items()}
         boxes: dict[Key, Sequence[Box]] = {}
         for (index, key), (shape, per) in tensors.items():
             everywhere = [whole(shape)] * self.group.size
             boxes[index, key] = everywhere if per is None else self.held[index].divided(per).boxes
-        return StateStore("gather of the state", shapes, boxes_of_ranks(boxes), self.group)
+        every, of_owners = boxes_of_ranks(boxes), owned or {}
+
+        def parts_of(rank: int) -> Mapping[Key, Sequence[Part]]:
+            return {**every(rank), **{key: by_rank[rank] for key, by_rank in of_owners.items()}}
+
+        return StateStore("gather of the state", shapes, parts_of, self.group)
 
     def part(self, index: int, values: Tensor, per: int = 1) -> Tensor:
         """This rank's shard of a whole tensor, or of a DTensor however it is placed.

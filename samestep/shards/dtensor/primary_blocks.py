@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
-from samestep.plan.mesh_shares import PrimaryBlock, primary_blocks
+from samestep.plan.mesh_shares import PrimaryBlock, block_owners, primary_blocks
 from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import GlobalElementIndex, State, global_element_index
 from samestep.shards.dtensor.block_exchange import BlockExchange
@@ -27,6 +27,7 @@ class PrimaryBlocks:
 
     shards: what this rank holds of them.
     exchange: brings them together in the mesh.
+    owners: who of the mesh owns which of them.
 
     Args:
         plan: Restricted to the shards of this rank.
@@ -60,6 +61,7 @@ class PrimaryBlocks:
             counted=[item.counted for item in self.items],
         )
         self.exchange = BlockExchange(self.shards, distribution)
+        self.owners = block_owners(self.items, self.exchange.chunks, layout.group.rank)
         self.end_step()
 
     def prepare(self, groups: Sequence[Group]) -> None:
@@ -81,12 +83,17 @@ class PrimaryBlocks:
 
     def _state_of(self, number: int, state: State) -> State:
         """The state of one block from that of its piece, which may stand for several blocks."""
-        return {
-            key: tensor[self.items[number].stack].view(-1)
-            if self.shards.is_of_whole(number, key)
-            else (tensor if self._has_some[number] else tensor.new_empty(0, 0))
-            for key, tensor in state.items()
-        }
+        piece, stack, found = self.items[number].piece, self.items[number].stack, State()
+        for key, tensor in state.items():
+            if self.shards.is_owned(number, key):
+                mine = self.owners.stacks(piece)
+                has_it = stack in mine
+                found[key] = tensor[mine.index(stack)].view(-1) if has_it else tensor.new_empty(0)
+            elif self.shards.is_of_whole(number, key):
+                found[key] = tensor[stack].view(-1)
+            else:
+                found[key] = tensor if self._has_some[number] else tensor.new_empty(0, 0)
+        return found
 
     def take_gradients(self, means: Sequence[tuple[Piece, Tensor]]) -> None:
         """Keep the mean gradients of pieces that are blocks until the step is over."""

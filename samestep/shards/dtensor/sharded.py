@@ -6,6 +6,7 @@ Elementwise rules run on the local parts; what matrix rules need is in `block_ex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,10 +21,18 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import describe_kernels
 from samestep.layout.blocks import Shape
-from samestep.layout.boxes import local_of, mesh_of
+from samestep.layout.boxes import Box, local_of, mesh_of
+from samestep.plan.chunks import Key as BlockKey
+from samestep.plan.layouts import Key
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
-from samestep.rules.state import State, Stored, global_element_index, whole_shapes
+from samestep.rules.state import (
+    State,
+    Stored,
+    block_state_shapes,
+    global_element_index,
+    whole_shapes,
+)
 from samestep.shards.dtensor.block_exchange import BlockExchange
 from samestep.shards.dtensor.fsdp_units import managed_beside
 from samestep.shards.dtensor.gradients import combine_gradients, fits, no_summand, summands
@@ -37,6 +46,7 @@ from samestep.shards.dtensor.values import DTensorValues
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.replicated import ReplicatedShards
+from samestep.shards.state_store import Part
 from samestep.shards.windows import OffloadSlice, OffloadUnit, StateDevice, state_device
 from samestep.update.plain import GroupMaths, Operand
 
@@ -143,24 +153,47 @@ class ShardedParameters(Placement):
         self.shards.groups = groups
         home = state_device(self.device, self._distribution.offload)
         made: dict[Tensor, State] = {}
-        for param, spec in zip(self.params, self.specs, strict=True):
+        whole: dict[Key, tuple[Shape, int | None]] = {}
+        owned: dict[Key, Sequence[Sequence[Part]]] = {}
+        owners = {
+            block.key: block.owners for chunk in self.exchange.chunks for block in chunk.blocks
+        }
+        for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             group, shape = groups[spec.group], tuple(param.shape)
             refuse_unstaged(spec, group)
             shapes = whole_shapes(rule_of(group), shape, spec.blocks, group, spec.stored)
-            made[param] = {
-                key: self._zeros(param, shapes[key], how, home) for key, how in spec.stored.items()
-            }
-        store = self.layout.store(
-            {
-                (index, key): (tuple(tensor.shape), spec.stored[key].per)
-                for index, spec in enumerate(self.specs)
-                for key, tensor in made[self.params[index]].items()
-            }
-        )
+            made[param] = {}
+            for key, how in spec.stored.items():
+                whole[index, key] = shapes[key], how.per
+                shape = shapes[key]
+                if how.owned:
+                    owned[index, key] = self._owned_parts(index, key, group, owners)
+                    shape = (sum(part.box.numel for part in owned[index, key][self.group.rank]),)
+                made[param][key] = self._zeros(param, shape, how, home)
+        store = self.layout.store(whole, owned)
         self.values = DTensorValues(self.params, self.layout, store, self.group, self._summands)
+        self.values.keeps_all = all(
+            sum(part.box.numel for part in parts) == prod(whole[key][0])
+            for key, by_rank in owned.items()
+            for parts in by_rank
+        )
         self.values.refresh_masters(made)
         self.exchange.prepare()
         return made
+
+    def _owned_parts(
+        self, index: int, key: str, group: Group, owners: Mapping[BlockKey, Sequence[int]]
+    ) -> list[list[Part]]:
+        """By rank, the state of the blocks that it owns, in a tensor of all blocks' state."""
+        spec, rule, begin = self.specs[index], rule_of(group), 0
+        found: list[list[Part]] = [[] for _ in range(self.group.size)]
+        for number, block in enumerate(spec.blocks or ()):
+            size = prod(block_state_shapes(rule, block, group, spec.stored)[key])
+            for rank in owners[index, number]:
+                cursor = sum(part.box.numel for part in found[rank])
+                found[rank].append(Part(Box((begin,), (size,)), cursor))
+            begin += size
+        return found
 
     def _zeros(self, param: DTensor, shape: Shape, how: Stored, home: StateDevice) -> Tensor:
         if how.per is None:

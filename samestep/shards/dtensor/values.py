@@ -19,7 +19,7 @@ from samestep.update.plain import scale
 
 
 class DTensorValues(ShardValues):
-    """State lies as its parameter does, or is on every rank of the mesh.
+    """State lies as its parameter does, or is on every rank of the mesh, or with blocks' owners.
 
     Args:
         layout: The boxes that each rank of the mesh holds.
@@ -28,7 +28,7 @@ class DTensorValues(ShardValues):
             `gradients.summands` has it; updated here too.
     """
 
-    keeps_all = True  # of its shards, which DTensors are
+    keeps_all = True  # of its shards, which DTensors are; but for state of the owners of blocks
     params: Sequence[DTensor]
 
     def __init__(
@@ -66,9 +66,9 @@ class DTensorValues(ShardValues):
         """See `ShardValues`: the local part of what is sharded, and all of everything else."""
         for index, param in enumerate(self.params):
             for key, tensor in state[param].items():
-                (part,) = self._store.parts((index, key))
-                box = HeldBox(part.box, local_of(tensor))
-                yield HeldState(param, key, tuple(tensor.shape), [box])
+                parts = self._store.parts((index, key))
+                boxes = [HeldBox(part.box, part.of(tensor)) for part in parts]
+                yield HeldState(param, key, self._store.shapes[index, key], boxes)
 
     def put_state(
         self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]

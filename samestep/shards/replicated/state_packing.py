@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Shape
+from samestep.plan.mesh_shares import BlockOwners
 from samestep.plan.packing import PackedPart
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import State, block_state_shapes, state_shapes
@@ -27,7 +28,9 @@ def is_local(key: str, spec: ParamSpec) -> bool:
     return spec.whole is not None and spec.stored[key].per is not None
 
 
-def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shape]:
+def _state_shapes(
+    piece: Piece, spec: ParamSpec, group: Group, owners: BlockOwners | None
+) -> dict[str, Shape]:
     """The shapes of a piece's state, by key."""
     rule, stored = rule_of(group), spec.stored
     if piece.block is None:
@@ -37,8 +40,10 @@ def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shap
         return shapes
     blocks = spec.whole_blocks(piece.block)
     of_whole = block_state_shapes(rule, blocks[0], group, stored)
+    here = len(blocks) if owners is None else len(owners.stacks(piece))
+    counts = {key: here if how.owned else len(blocks) for key, how in spec.stored.items()}
     return {
-        key: own if is_local(key, spec) else (len(blocks), *of_whole[key])
+        key: own if is_local(key, spec) else (counts[key], *of_whole[key])
         for key, own in shapes.items()
     }
 
@@ -48,14 +53,24 @@ class StatePacking:
 
     sizes: per parameter and key the elements of that tensor.
     parts: per piece and key the part of that tensor.
+
+    Args:
+        owners: The owners, in a mesh, of the blocks that pieces stand for; None: all state that
+            owners alone have is there.
     """
 
-    def __init__(self, plan: ShardingPlan, rank: int, groups: Sequence[Group]) -> None:
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        rank: int,
+        groups: Sequence[Group],
+        owners: BlockOwners | None = None,
+    ) -> None:
         self.sizes = [dict.fromkeys(spec.stored, 0) for spec in plan.params]
         self.parts: dict[Piece, dict[str, PackedPart]] = {}
         for piece in plan.owned(rank):
             spec = plan.params[piece.param]
-            shapes = _state_shapes(piece, spec, groups[spec.group])
+            shapes = _state_shapes(piece, spec, groups[spec.group], owners)
             sizes = self.sizes[piece.param]
             own = self.parts[piece] = {}
             for key, start in sizes.items():

@@ -1,6 +1,8 @@
 """State and whole values of parameters that several ranks hold copies of.
 
-A rank keeps the state of the pieces that it owns, as `state_packing` says.
+A rank keeps the state of the pieces that it owns, as `state_packing` says. Of DTensors the owner
+of a block alone may have some of its state, which ranks of its mesh lack: it comes together in the
+mesh first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box, HeldBox, HeldState, held_range, whole_box
 from samestep.plan.layouts import Key
+from samestep.plan.mesh_shares import BlockOwners
 from samestep.plan.sharding import Piece, ShardingPlan
 from samestep.rules.state import MASTERS, State, block_state_shapes, whole_shapes
 from samestep.shards.replicated.local_tensors import LocalTensors
@@ -67,7 +70,8 @@ class ReplicatedValues(ShardValues):
         self._home, self._device = home, local.value(0).device
         self._reductions, self._everyone, self._mesh = reductions, everyone, mesh
         self._layout = layout = None if mesh is None else mesh.layout
-        self.packing = StatePacking(plan, places.rank, groups)
+        owners = None if mesh is None else mesh.blocks.owners
+        self.packing = StatePacking(plan, places.rank, groups, owners)
         self._owners = _owners(plan)
         self._block_starts: dict[tuple[int, str], dict[Block, int]] = {}
         self._shapes = [self._process_shapes(index) for index in range(len(self.params))]
@@ -85,11 +89,26 @@ class ReplicatedValues(ShardValues):
                 if is_local(key, plan.params[index])
             }
             self._of_mesh = layout.store(of_parts)
+        self._of_owners: StateStore | None = None
+        owned = [key for key in self._keys if self._is_owned(key)]
+        if layout is not None and owners is not None and owned:
+            together = StatePacking(plan, places.rank, groups)
+            shapes = {(i, key): (together.sizes[i][key],) for i, key in owned}
+            parts = _parts_of_owners(shapes, together, owners, layout.group.size)
+            self._of_owners = StateStore(
+                "gather of the owners' state", shapes, parts.__getitem__, layout.group
+            )
 
     @property
     def keeps_all(self) -> bool:
         """Whether every rank has all state."""
-        return all(bucket.replicated for bucket in self._plan.buckets)
+        replicated = all(bucket.replicated for bucket in self._plan.buckets)
+        return replicated and self._of_owners is None
+
+    def _is_owned(self, key: Key) -> bool:
+        """Whether the owners of blocks alone have this state."""
+        index, name = key
+        return self._plan.params[index].stored[name].owned
 
     def new_state(self) -> dict[Tensor, State]:
         """The state of every parameter before the first step."""
@@ -116,6 +135,8 @@ class ReplicatedValues(ShardValues):
             param, spec, owners = self._params[index], self._plan.params[index], self._owners[index]
             for key, view in self.packing.views(piece, state[param]).items():
                 tensor = state[param][key]
+                if self._of_owners is not None and self._is_owned((index, key)):
+                    continue  # of other blocks on every rank
                 if view.ndim == 0 and len(owners) in (0, self._places.size):
                     yield StateEntry(spec.name, key, view)
                 elif not owners:
@@ -189,7 +210,11 @@ class ReplicatedValues(ShardValues):
     ) -> Callable[[], dict[Tensor, State]]:
         """See `ShardValues`; the state of one process comes to the parameters' device."""
         indices = list(range(len(self.params)) if only is None else map(self.index, only))
-        land = self._store.launch(self._tensors(state, indices), self._device)
+        tensors = self._tensors(state, indices)
+        owned = {key: own for key, own in tensors.items() if self._is_owned(key)}
+        if self._of_owners is not None and owned:
+            tensors |= self._of_owners.gather(owned, self._device)
+        land = self._store.launch(tensors, self._device)
 
         def finish() -> dict[Tensor, State]:
             stretches = land()
@@ -263,10 +288,18 @@ class ReplicatedValues(ShardValues):
             for key, tensor in state[param].items():
                 boxes = [
                     box
-                    for part in self._store.parts((index, key))
+                    for part in self._parts_here((index, key))
                     for box in self._boxes(index, key, part, part.of(tensor))
                 ]
                 yield HeldState(param, key, self._shapes[index][key], boxes)
+
+    def _parts_here(self, key: Key) -> Sequence[Part]:
+        """The parts of a whole tensor that this rank's tensor has."""
+        found = self._store.parts(key)
+        if self._of_owners is None or not self._is_owned(key):
+            return found
+        owned = {part.box.offsets[0]: part.start for part in self._of_owners.parts(key)}
+        return [part._replace(start=owned[part.start]) for part in found if part.start in owned]
 
     def _boxes(self, index: int, key: str, part: Part, values: Tensor) -> Iterable[HeldBox]:
         """The boxes of a stretch of state, in what one process has."""
@@ -290,7 +323,14 @@ class ReplicatedValues(ShardValues):
         values, spec = whole[key], self._plan.params[index]
         if self._layout is not None and is_local(key, spec):
             values = self._layout.part(index, values, spec.stored[key].per or 1)
-        self._store.take((index, key), state[param][key], values)
+        tensor = state[param][key]
+        if self._of_owners is None or not self._is_owned((index, key)):
+            self._store.take((index, key), tensor, values)
+            return
+        (size,) = self._of_owners.shapes[index, key]
+        of_place = tensor.new_empty(size)
+        self._store.take((index, key), of_place, values)
+        self._of_owners.take((index, key), tensor, of_place)
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
         """See `ShardValues`."""
@@ -358,6 +398,22 @@ class ReplicatedValues(ShardValues):
             part = self._mesh.layout.part(index, whole)
             whole = self._mesh.sums.as_summand(part, reductions.kinds[index])
         reductions.set_mean_of(index, whole.reshape(-1))
+
+
+def _parts_of_owners(
+    shapes: Iterable[Key], together: StatePacking, owners: BlockOwners, ranks: int
+) -> list[dict[Key, list[Part]]]:
+    """By rank of a mesh, the state of the blocks that it owns; `together`: where that of all is."""
+    found: list[dict[Key, list[Part]]] = [{key: [] for key in shapes} for _ in range(ranks)]
+    for piece, spans in together.parts.items():
+        for key, whole in spans.items():
+            for rank, parts in enumerate(found):
+                own = parts.get((piece.param, key), [])
+                for stack in owners.stacks(piece, rank) if (piece.param, key) in parts else ():
+                    size = prod(whole.sizes[1:])
+                    box = Box((whole.start + stack * size,), (size,))
+                    own.append(Part(box, sum(part.box.numel for part in own)))
+    return found
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:

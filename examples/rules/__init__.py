@@ -1,1 +1,1 @@
-"""Rules of others, written with `samestep.Rule` alone: each is one file, and runs in every layout."""
+"""Rules of others, written with `samestep.Rule`: one file each, that runs in every layout."""

@@ -27,7 +27,7 @@ from samestep.lab.estimate.walks import (
 )
 from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
 from samestep.rules.rule import math_dtype
-from samestep.rules.state import MASTERS, needs_master, whole_shapes
+from samestep.rules.state import MASTERS, block_state_shapes, needs_master, whole_shapes
 from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.state_packing import StatePacking
 from samestep.update.lanes import Batch, dealt, temporary_bytes
@@ -96,11 +96,14 @@ def kept_memory(blueprint: Blueprint, rank: int) -> RankMemory:
         if sharing is not None:
             params += _whole_parameters(sharing)
             entries += _shared_state(sharing, place, blueprint.groups)
+            if spreading is not None:
+                entries += _owned_state(spreading, mesh_place, blueprint.groups)
         elif spreading is not None:
             params += sum(elements * param.dtype.itemsize for param, elements in own.stored())
             for index, held in enumerate(spreading.held):
                 elements = held.boxes[mesh_place].numel
                 entries += _spread_state(spreading, index, elements, blueprint.groups)
+            entries += _owned_state(spreading, mesh_place, blueprint.groups)
     for param, _ in () if blueprint.placements else blueprint.stored(rank):
         params += param.nbytes
         state = blueprint.optimizer.state[param]
@@ -123,7 +126,22 @@ def _shared_state(
     packing = StatePacking(sharing.plan, place, list(map(dict, groups)))
     for spec, sizes in zip(sharing.specs, packing.sizes, strict=True):
         for key, size in sizes.items():
-            yield key, size * spec.stored[key].dtype.itemsize
+            if spec.whole is None or not spec.stored[key].owned:
+                yield key, size * spec.stored[key].dtype.itemsize
+
+
+def _owned_state(
+    spreading: Spreading, mesh_place: int, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, int]]:
+    """Bytes per key of what the owners of blocks have, of the blocks that a rank of a mesh owns."""
+    for planned in (planned for chunk in spreading.chunks for planned in chunk.blocks):
+        spec = spreading.specs[planned.param]
+        if mesh_place in planned.owners and any(how.owned for how in spec.stored.values()):
+            group = groups[spec.group]
+            shapes = block_state_shapes(rule_of(group), planned.block, group, spec.stored)
+            for key, how in spec.stored.items():
+                if how.owned:
+                    yield key, prod(shapes[key]) * how.dtype.itemsize
 
 
 def _spread_state(
@@ -134,6 +152,8 @@ def _spread_state(
     group = groups[spec.group]
     shapes = whole_shapes(rule_of(group), spec.shape, spec.blocks, group, spec.stored)
     for key, how in spec.stored.items():
+        if how.owned:
+            continue
         count = prod(shapes[key]) if how.per is None else elements // how.per
         yield key, count * how.dtype.itemsize
 

@@ -8,7 +8,6 @@ first steps little is left of it: two comparisons, and a look at the model now a
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import isinf
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from samestep.comm.diagnosis.flight import has_passed, recorded_event
 from samestep.groups.gradient_writes import Look, look
 from samestep.groups.param_groups import members, parameter_names
 from samestep.groups.pipelines import PipelineStages, instances_of, with_subclasses
+from samestep.groups.step_options import GradLimit, clips, limit_text
 from samestep.rules.state import needs_master
 from samestep.tooling.warn import some, warn_user
 
@@ -97,7 +97,7 @@ def warn_of_lost_updates(groups: Iterable[Group], first: int = 0) -> None:
 # --- a model that was changed, a step in the wrong place -----------------------------------------
 
 
-def refuse_second_clipping(model: nn.Module | None, max_grad_norm: float | None) -> None:
+def refuse_second_clipping(model: nn.Module | None, max_grad_norm: GradLimit) -> None:
     """Raise if Lightning clips the gradients by their norm as well, which it tells its module."""
     try:
         trainer = getattr(model, "trainer", None)
@@ -105,10 +105,9 @@ def refuse_second_clipping(model: nn.Module | None, max_grad_norm: float | None)
         return
     limit = getattr(trainer, "gradient_clip_val", None)
     by_value = getattr(trainer, "gradient_clip_algorithm", None) == "value"
-    clips = max_grad_norm is not None and not isinf(max_grad_norm)
-    if clips and isinstance(limit, int | float) and limit > 0 and not by_value:
+    if clips(max_grad_norm) and isinstance(limit, int | float) and limit > 0 and not by_value:
         raise ValueError(
-            f"gradients would be clipped twice, by max_grad_norm={max_grad_norm:g} here and by "
+            f"gradients would be clipped twice, by {limit_text(max_grad_norm)} here and by "
             f"gradient_clip_val={limit:g} of Lightning's Trainer: leave one of them out. "
             "max_grad_norm=math.inf only skips steps whose gradients are not finite"
         )

@@ -1,10 +1,40 @@
 """How an optimizer takes its steps: what the user asked for, as one value."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isinf
 from typing import Annotated, Any
 
 from samestep.groups.distribution import check_fields
-from samestep.rules import checks
+from samestep.rules import RULES, checks
+
+GradLimit = float | Mapping[str, float] | None  # of all gradients, or by rule
+
+
+def _limit_or_limits(name: str, value: Any) -> None:
+    """A limit for the norm of all gradients, or one for those of a rule each."""
+    if not isinstance(value, Mapping):
+        checks.optional(checks.limit)(name, value)
+        return
+    if not value:
+        raise ValueError(f'{name} {{}} names no rule: give {{"adamw": 1.0}}, or None')
+    for rule, limit in value.items():
+        checks.one_of(f"a key of {name}", rule, sorted(RULES), ", which is a rule each")
+        checks.limit(f"{name}[{rule!r}]", limit)
+
+
+def clips(limit: GradLimit) -> bool:
+    """Whether any gradient is scaled, and not only looked at."""
+    limits = limit.values() if isinstance(limit, Mapping) else (limit,)
+    return not all(each is None or isinf(each) for each in limits)
+
+
+def limit_text(limit: GradLimit) -> str:
+    """A limit as the user may have written it."""
+    if isinstance(limit, Mapping):
+        each = ", ".join(f'"{rule}": {limit[rule]:g}' for rule in sorted(limit))
+        return f"max_grad_norm={{{each}}}"
+    return f"max_grad_norm={limit}" if limit is None else f"max_grad_norm={limit:g}"
 
 
 def _flag_or_backend(name: str, value: Any) -> None:
@@ -20,7 +50,8 @@ class StepOptions:
     master_weights: keep a 32-bit copy of 16-bit parameters and update that. Without it most small
         updates are lost; False says that this is meant, None (the default) warns.
     max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step if it is
-        not finite; `metrics()` has the norm. math.inf: only that check.
+        not finite; `metrics()` has the norm. math.inf: only that check. {"adamw": 1.0}: of each
+        rule that is named the joint norm of its parameters alone.
     update_rms: `metrics()` tells the size of the updates.
     compile: run the math through torch.compile (True, or the name of a backend).
     cuda_graph: replay the whole step as one CUDA graph, which takes the host out of it, for one
@@ -32,7 +63,7 @@ class StepOptions:
     """
 
     master_weights: bool | None = None
-    max_grad_norm: Annotated[float | None, checks.optional(checks.limit)] = None
+    max_grad_norm: Annotated[GradLimit, _limit_or_limits] = None
     update_rms: bool = False
     compile: Annotated[bool | str, _flag_or_backend] = False
     cuda_graph: bool | None = None
@@ -44,12 +75,22 @@ class StepOptions:
             raise ValueError(
                 "cuda_graph=True and compile exclude each other: leave one of them out"
             )
+        if self.cuda_graph and self.clipped_rules:
+            raise ValueError(
+                f"cuda_graph=True records one limit for all gradients, and "
+                f"{limit_text(self.max_grad_norm)} has one by rule: leave cuda_graph out"
+            )
+
+    @property
+    def clipped_rules(self) -> tuple[str, ...]:
+        """The rules that have a limit of their own."""
+        return tuple(sorted(self.max_grad_norm)) if isinstance(self.max_grad_norm, Mapping) else ()
 
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""
         return [
             f"master_weights = {bool(self.master_weights)}",
-            f"max_grad_norm = {self.max_grad_norm}",
+            limit_text(self.max_grad_norm).replace("=", " = ", 1),
             f"update_rms = {self.update_rms}",
             f"compile = {self.compile}",
         ]

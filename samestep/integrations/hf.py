@@ -12,12 +12,12 @@ state (`sharding="none"`). Whoever wants to share it (`sharding="zero2"`) lets a
 before a save: `SaveWhole` for the Trainer, `save_whole` for accelerate.
 """
 
-from collections.abc import Callable
-from math import isinf
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from samestep.groups.step_options import clips, limit_text
 from samestep.optimizer.muon_adamw import MuonAdamW
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 
@@ -87,9 +87,9 @@ def _check_kind(kind: object) -> None:
 
 def _refuse_second_clipping(options: dict[str, Any]) -> None:
     limit = options.get("max_grad_norm")
-    if isinstance(limit, int | float) and not isinf(limit):
+    if isinstance(limit, int | float | Mapping) and clips(limit):
         raise ValueError(
-            f"max_grad_norm={limit:g} would clip what the trainer has clipped: leave it out and "
+            f"{limit_text(limit)} would clip what the trainer has clipped: leave it out and "
             "say TrainingArguments(max_grad_norm=...), whose default is 1.0, or "
             "accelerator.clip_grad_norm_. max_grad_norm=math.inf only skips steps whose gradients "
             "are not finite"

@@ -16,6 +16,7 @@ from torch import Tensor, bfloat16, float16
 
 from samestep.comm.groups import ranks_text
 from samestep.groups.param_groups import members
+from samestep.groups.step_options import GradLimit, limit_text
 from samestep.layout.fused_rows import rows_in
 from samestep.optimizer.optimizer_plan import OptimizerPlan
 from samestep.rules.stored import REMAINDER
@@ -32,7 +33,7 @@ class ModelFacts(NamedTuple):
     kind: str  # name of its class
     plan: OptimizerPlan
     groups: Sequence[Mapping[str, Any]]
-    max_grad_norm: float | None
+    max_grad_norm: GradLimit
     state_lines: Sequence[str]  # how state is kept, and where; none as usual
 
 
@@ -240,7 +241,7 @@ def _equal_weight(facts: ModelFacts) -> str | None:
 def _finite(facts: ModelFacts) -> str | None:
     if facts.max_grad_norm is None:
         return None
-    return f"max_grad_norm={facts.max_grad_norm:g} skips the step on all ranks if they are not"
+    return f"{limit_text(facts.max_grad_norm)} skips the step on all ranks if they are not"
 
 
 def _clipped_among_ranks(facts: ModelFacts) -> str | None:
@@ -248,7 +249,7 @@ def _clipped_among_ranks(facts: ModelFacts) -> str | None:
         return None
     stages = facts.plan.stages
     beyond = "" if stages is None else f", and over the stages of {ranks_text(stages.members)}"
-    return f"max_grad_norm={facts.max_grad_norm:g} over {_among_placed(facts)}{beyond}"
+    return f"{limit_text(facts.max_grad_norm)} over {_among_placed(facts)}{beyond}"
 
 
 def _among_placed(facts: ModelFacts) -> str:

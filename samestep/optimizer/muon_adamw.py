@@ -31,7 +31,7 @@ from samestep.groups.routing import (
     route_explicit,
     warn_of_fused_members,
 )
-from samestep.groups.step_options import StepOptions
+from samestep.groups.step_options import GradLimit, StepOptions
 from samestep.layout.fused_rows import without_wrappers
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer, built_together
 from samestep.presets import KERNEL_SCALED, PRESETS, preset_options
@@ -123,7 +123,7 @@ class CommonOptions(TypedDict, total=False):
     """Keywords of every optimizer: see `StepOptions` and, for those about ranks, `Distribution`."""
 
     master_weights: bool | None
-    max_grad_norm: float | None
+    max_grad_norm: GradLimit
     update_rms: bool
     compile: bool | str
     cuda_graph: bool | None

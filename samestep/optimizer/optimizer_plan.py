@@ -24,7 +24,7 @@ from samestep.groups.group_checks import GroupChecks, in_several_places
 from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
 from samestep.groups.param_groups import Group, blocks_of_group, members, parameter_names
 from samestep.groups.pipelines import WAY_OF_STAGES, PipelineStages
-from samestep.groups.step_options import StepOptions
+from samestep.groups.step_options import StepOptions, limit_text
 from samestep.layout.blocks import Block
 from samestep.layout.boxes import local_of, mesh_of
 from samestep.layout.memory import overlap
@@ -250,7 +250,7 @@ class OptimizerPlan:
         elif self.ranks is not None and (clips or self.distribution.grads == "local"):
             self._leaves_out = parameters_elsewhere(groups, self.ranks)
         if clips:
-            self.refuse_norm_of_a_part(f"max_grad_norm={self._steps.max_grad_norm:g}")
+            self.refuse_norm_of_a_part(limit_text(self._steps.max_grad_norm))
 
     def refuse_unnamed_stages(self, groups: Sequence[Group]) -> None:
         """Raise if torch's pipelining has other stages of this model, and nobody has said so."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
-from math import isinf
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
@@ -31,7 +30,7 @@ from samestep.groups.param_groups import (
     without_repeated,
 )
 from samestep.groups.routing import routable, warn_of_fused_members
-from samestep.groups.step_options import StepOptions
+from samestep.groups.step_options import StepOptions, clips, limit_text
 from samestep.groups.table import state_lines, table
 from samestep.kernels.call import on_device_of
 from samestep.layout.boxes import HeldState, mesh_of
@@ -381,11 +380,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         if isinstance(max_norm, Tensor):
             max_norm = float(max_norm)
+        if isinstance(max_norm, Mapping):
+            raise TypeError(
+                f"clip_grad_norm_ takes one limit for all gradients, got {dict(max_norm)}: to clip "
+                "by rule in every step, build the optimizer with these as max_grad_norm="
+            )
         checks.limit("max_norm", max_norm)
         limit = self._steps.max_grad_norm
-        if limit is not None and not isinf(limit):
+        if clips(limit):
             raise ValueError(
-                f"gradients would be clipped twice, by max_grad_norm={limit:g} in every step and "
+                f"gradients would be clipped twice, by {limit_text(limit)} in every step and "
                 f"by clip_grad_norm_({max_norm:g}): leave one of them out. max_grad_norm=math.inf "
                 "only skips steps whose gradients are not finite"
             )
@@ -460,6 +464,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         grad_norm: (), the joint norm of the averaged gradients before clipping, where
             `max_grad_norm` or a GradScaler is in use. If it is not finite, the step has changed
             nothing.
+        grad_norm/RULE: the same of the parameters of a rule that `max_grad_norm` names.
         present: (groups,), how many parameters of each group had a gradient on any rank.
         outliers: (groups,), how many blocks of each group have, since construction, had an update
             that was not finite or larger than an orthogonalization can make it. 0, unless

@@ -4,7 +4,7 @@ Kernels take what they can, where there are any; the rest is run as plain or com
 one program of XLA (`rules.executions` has a line for each kind of device).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,8 +42,13 @@ class ClipDecision(NamedTuple):
     """The decision that the norm of a step has led to."""
 
     factor: Tensor | None = None  # gradients are multiplied with it
+    of_rules: Mapping[str, Tensor | None] = {}  # those of some rules with their own
     only_if: Tensor | None = None  # a flag on the device: False leaves all as it is
     skip: bool = False
+
+    def factor_of(self, rule: str) -> Tensor | None:
+        """The factor of the gradients of a rule's parameters."""
+        return self.of_rules.get(rule, self.factor)
 
 
 class RuleRunner:
@@ -125,12 +130,13 @@ class RuleRunner:
     def math(self, index: int, device: torch.device) -> GroupMath:
         """The rule of a group, with the options and numbers of this step."""
         group, decision = self._groups[index], self._decision
+        factor = decision.factor_of(group["rule"])
         rule = RULES[group["rule"]]  # a group without one has not come here
         return GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),
             {key: group[key] for key in self._constant_keys(rule)},
-            None if decision.factor is None else decision.factor.to(device),
+            None if factor is None else factor.to(device),
             group["maximize"],
             None if decision.only_if is None else decision.only_if.to(device),
             self.sizes,

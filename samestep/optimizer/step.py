@@ -75,6 +75,7 @@ class StepRunner:
         # Of the last step:
         self._placements: Sequence[Placement] = ()
         self.grad_norm: Tensor | None = None
+        self.grad_norms: dict[str, Tensor] = {}  # of rules that have a limit of their own
         self.staging: Staging | None = None  # of state that stays on the host
 
     def norm_begun(self, groups: Sequence[Group], *, scaled: bool) -> AbstractContextManager[None]:
@@ -82,7 +83,7 @@ class StepRunner:
         plan = self._plan
         alone = plan.ranks is None and not plan.placed and plan.stages is None
         alone = alone and len(groups) == plan.group_count  # or nobody has looked at them yet
-        if alone and self._needs_norm(scaled):
+        if alone and self._needs_norm(scaled) and not self._options.clipped_rules:
             return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
         return nullcontext()
 
@@ -163,10 +164,10 @@ class StepRunner:
             schedule = self._schedule(clip=True)
             begun = [each for each in schedule if isinstance(each, Reduce | Agree | Average)]
             self._run_operations(begun)
-            square = self._square_of_norm()
-            if square is None:
-                square = torch.zeros((), dtype=torch.float64, device=self._device)
-            norm = square.sqrt()
+            squares = self._squares_of_norms()
+            if squares is None:
+                squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+            norm = squares[0].sqrt()
             factor = clip_factor(norm, max_norm)
             for placement in self._placements:
                 placement.scale_gradients(factor)
@@ -187,6 +188,7 @@ class StepRunner:
         if (
             self._recorded is None
             and self._options.cuda_graph is None
+            and not self._options.clipped_rules
             and self.staging is None
             and alone
             and isinstance(self._placements[0], LocalParameters)
@@ -252,36 +254,47 @@ class StepRunner:
         On CPU the step is skipped right here; elsewhere a flag stays on the device, so that
         nothing waits for it.
         """
-        square = self._square_of_norm()
-        if square is None:
+        rules, limit = self._options.clipped_rules, self._options.max_grad_norm
+        squares = self._squares_of_norms(rules)
+        if squares is None:
             return
-        norm = square.sqrt()
+        norm = (squares.sum() if rules else squares[0]).sqrt()
+        norms: Sequence[Tensor] = squares[1:].sqrt().unbind() if rules else ()
         scale = self._inverse_scale
         if scale is not None:
-            norm = norm * scale.to(norm)
-        self.grad_norm = norm
-        factor = None if scale is None else scale.to(norm)
-        if self._options.max_grad_norm is not None:
-            clip = clip_factor(norm, self._options.max_grad_norm)
-            factor = clip if factor is None else factor * clip
+            norm, *norms = (each * scale.to(norm) for each in (norm, *norms))
+        self.grad_norm, self.grad_norms = norm, dict(zip(rules, norms, strict=True))
+        by_rule = limit if isinstance(limit, Mapping) else {}
+        factor = self._factor(norm, None if isinstance(limit, Mapping) else limit)
+        of_rules = {rule: self._factor(own, by_rule[rule]) for rule, own in self.grad_norms.items()}
         if norm.device.type == "cpu":
-            unchanged = factor is not None and float(factor) == 1.0
             skip = not norm.isfinite()
             everyone = self.agreement.all_participants()
             if everyone is not None:  # or those with another copy of it would go on alone
                 skip = _anywhere(skip, everyone)
             if self._plan.stages is not None:
                 skip = _anywhere(skip, self._plan.stages)
-            self._decide(ClipDecision(factor=None if unchanged else factor, skip=skip))
+            self._decide(ClipDecision(factor, of_rules, skip=skip))
         else:
-            self._decide(ClipDecision(factor=factor, only_if=norm.isfinite()))
+            self._decide(ClipDecision(factor, of_rules, only_if=norm.isfinite()))
+
+    def _factor(self, norm: Tensor, most: float | None) -> Tensor | None:
+        """The factor that unscales gradients and clips them to a norm; None: it is 1."""
+        factor = None if self._inverse_scale is None else self._inverse_scale.to(norm)
+        if most is not None:
+            clip = clip_factor(norm, most)
+            factor = clip if factor is None else factor * clip
+        on_cpu = factor is not None and factor.device.type == "cpu"
+        return None if on_cpu and float(factor) == 1.0 else factor  # type: ignore[arg-type]
 
     def _decide(self, decision: ClipDecision) -> None:
         self._decision = decision
         self.rules.begin(self._groups, decision)
 
-    def _square_of_norm(self) -> Tensor | None:
-        """The sum of squares of all averaged gradients, (); None if there are none.
+    def _squares_of_norms(self, rules: Sequence[str] = ()) -> Tensor | None:
+        """The sums of squares of averaged gradients: of all but these rules, and of each rule.
+
+        (1 + rules,); None if there are no gradients.
 
         DTensors are summed over their own mesh: ranks outside of it hold copies, or other models.
         """
@@ -291,26 +304,40 @@ class StepRunner:
             together.setdefault(ranks, []).append(placement)
         squares = []
         for ranks, placements in together.items():
+            square = self._squares_here(placements, rules)
+            if ranks is not None:
+                own = torch.zeros(1 + len(rules), dtype=torch.float64, device=self._device)
+                own = own if square is None else square
+                square = total("gradient norm", own, ranks).wait()
+            if square is not None:
+                squares.append(square)
+        square = torch.stack(squares).sum(0) if len(squares) > 1 else next(iter(squares), None)
+        if self._plan.stages is None:
+            return square
+        if square is None:
+            square = torch.zeros(1 + len(rules), dtype=torch.float64, device=self._device)
+        # In the order of the stages: the same bits on every rank.
+        sizes = [len(square)] * self._plan.stages.size
+        parts = gather_segments("norm of stages", square, sizes, self._plan.stages)
+        return torch.stack(parts.wait()).sum(0)
+
+    def _squares_here(self, placements: Sequence[Placement], rules: Sequence[str]) -> Tensor | None:
+        """This rank's summands of these sums; None: nothing."""
+        if not rules:
             grads = list(chain.from_iterable(p.gradients() for p in placements))
             square = self._norm_ahead.sum_of(grads)
             square = square_sum(grads) if square is None else square
-            if ranks is not None:
-                own = torch.zeros((), dtype=torch.float64, device=self._device)
-                own = own if square is None else square
-                square = total("gradient norm", own.reshape(1), ranks).wait()[0]
+            return None if square is None else square.reshape(1)
+        places = {rule: place for place, rule in enumerate(rules, 1)}
+        by_place: list[list[Tensor]] = [[] for _ in range(1 + len(rules))]
+        for index, grad in chain.from_iterable(p.grouped_gradients() for p in placements):
+            by_place[places.get(self._groups[index]["rule"], 0)].append(grad)
+        found = torch.zeros(len(by_place), dtype=torch.float64, device=self._device)
+        for place, grads in enumerate(by_place):
+            square = square_sum(grads)
             if square is not None:
-                squares.append(square)
-        square = torch.stack(squares).sum() if len(squares) > 1 else next(iter(squares), None)
-        return square if self._plan.stages is None else self._over_stages(square)
-
-    def _over_stages(self, square: Tensor | None) -> Tensor:
-        """The sum over pipeline stages, (), in their order: the same bits on every rank."""
-        assert self._plan.stages is not None
-        if square is None:
-            square = torch.zeros((), dtype=torch.float64, device=self._device)
-        sizes = [1] * self._plan.stages.size
-        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._plan.stages)
-        return torch.cat(parts.wait()).sum()
+                found[place] = square
+        return found
 
     def _update(self, operation: Update) -> None:
         """Run the rules on some buckets, and let go of their gradients."""
@@ -341,6 +368,7 @@ class StepRunner:
         if self.grad_norm is not None:
             # A graph writes the next one into the same tensor.
             found["grad_norm"] = self.grad_norm.clone() if self._recorded else self.grad_norm
+        found |= {f"grad_norm/{rule}": norm for rule, norm in self.grad_norms.items()}
         found["outliers"] = self.rules.outliers.counts(groups)
         found["present"] = present_counts(groups, self.present())
         rms = None if self.rules.sizes is None else self.rules.sizes.rms()

@@ -144,6 +144,10 @@ class LocalParameters(Placement):
         grads = [param.grad for group in self.known for param in group.params]
         return [grad for grad in grads if grad is not None]
 
+    def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        for index, group in enumerate(self.known):
+            yield from ((index, param.grad) for param in group.params if param.grad is not None)
+
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it has a gradient."""
         return [

@@ -135,10 +135,14 @@ class Placement:
 
     def gradients(self) -> Iterable[Tensor]:
         """The averaged gradients that this rank answers for in sums over ranks."""
+        return (grad for _, grad in self.grouped_gradients())
+
+    def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """The same, with the index of the group."""
         for number in range(len(self.shape.bucket_sizes)):
-            for _, operand in self.operands(number):
+            for index, operand in self.operands(number):
                 if operand.counted:
-                    yield operand.grad
+                    yield index, operand.grad
 
     def drop_gradients(self, number: int) -> None:
         """Free the averaged gradients of a bucket: it is updated."""

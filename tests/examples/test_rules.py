@@ -1,6 +1,7 @@
 """The rules of examples/rules: their formulas, and every layout of the harness."""
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ class OwnRules(ResumedMidrun):
     name = "own_rules"
     story = "the rules of examples/rules, begun in one process and resumed in other layouts"
     # In 32 bits eigenvectors of nearly equal eigenvalues turn freely; `test_formula` has 64.
-    limits = {"adam": 2e-5, "mu_a": 1.0, "mu_b": 1.0}
+    limits: ClassVar = {"adam": 2e-5, "mu_a": 1.0, "mu_b": 1.0}
 
     def own_model(self):
         shapes = {

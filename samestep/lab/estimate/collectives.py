@@ -224,16 +224,17 @@ class Launches:
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint
+        count = 1 + len(blueprint.optimizer._steps.clipped_rules)
         over = dict.fromkeys(
             each.everyone if each.spreadings else blueprint.everyone
             for each in blueprint.placements
         )
         for peers in over:
-            yield from _summed("gradient norm", peers, torch.float64, 1)
+            yield from _summed("gradient norm", peers, torch.float64, count)
         if blueprint.stages is not None:
             peers = blueprint.stages
             on_cpu = blueprint.device.type == "cpu"
-            name, sizes = "norm of stages", (1,) * peers.size
+            name, sizes = "norm of stages", (count,) * peers.size
             gather = gather_of(name, torch.float64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
             yield Collective((gather,), peers)
         yield from self._codes("not finite", self._all_holders(), 1)

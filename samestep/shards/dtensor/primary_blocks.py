@@ -105,11 +105,11 @@ class PrimaryBlocks:
         """Whether each parameter has a gradient on any rank, in this step."""
         self.shards.present = [present[item.piece.param] for item in self.items]
 
-    def gradients(self) -> list[Tensor]:
-        """The mean gradients that this rank counts in sums over ranks."""
+    def grouped_gradients(self) -> list[tuple[int, Tensor]]:
+        """The mean gradients that this rank counts in sums over ranks, with their groups."""
         shards = self.shards
         return [
-            grad
+            (shards.specs[number].group, grad)
             for number, grad in enumerate(shards.gradients)
             if grad is not None
             and shards.present[number] is not False

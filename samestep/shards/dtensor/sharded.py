@@ -334,11 +334,11 @@ class ShardedParameters(Placement):
             where = where.stretch(part.start, part.stop)
         return None if where is None else where.origin()
 
-    def gradients(self) -> Iterator[Tensor]:
-        """Local gradients; of copies only the first."""
-        for index in range(len(self.params)):
+    def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """Local gradients with their groups; of copies only the first."""
+        for index, spec in enumerate(self.specs):
             if self.shards.present[index] is not False and self.shards.is_primary(index):
-                yield self.shards.gradient_of(index)
+                yield spec.group, self.shards.gradient_of(index)
 
 
 def _is_on(mesh: DeviceMesh, param: Tensor) -> bool:

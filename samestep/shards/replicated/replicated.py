@@ -531,10 +531,10 @@ class ReplicatedShards(Placement):
         assert self.windows is not None
         return self._shards.arrived(self._grads[number], self.windows, window, self.arrived(window))
 
-    def gradients(self) -> Iterator[Tensor]:
-        yield from super().gradients()
+    def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        yield from super().grouped_gradients()
         if self.mesh is not None:
-            yield from self.mesh.blocks.gradients()
+            yield from self.mesh.blocks.grouped_gradients()
 
     def drop_gradients(self, number: int) -> None:
         del self._grads[number]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block
+from samestep.layout.boxes import mesh_of
 from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.loading import (
     GATHERED_ON,
@@ -25,6 +26,7 @@ from samestep.optimizer.loading import (
     stored_of,
 )
 from samestep.optimizer.optimizer_plan import OptimizerPlan, has_state
+from samestep.rules.stages import owned_state
 from samestep.rules.state import State, initial_state
 
 AT_ONCE = 1 << 26  # elements of parameters whose state is gathered together
@@ -71,7 +73,7 @@ class SavedState:
             return LoadedState(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
             return self._consolidated
-        if plan.sharded:
+        if plan.sharded and not all(shared.keeps_all for shared in plan.shared):
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
@@ -82,6 +84,9 @@ class SavedState:
         alike = plan.are_alike()
         if alike and self._as_built and not has_state(state):
             return LoadedState(defaultdict(dict, _as_built(groups, plan.blocks, plan.masters)))
+        owned = _rules_of_owners(groups)
+        if owned:
+            raise _refuse_owned(part, owned)
         raise _refuse_part(part, plan.distribution.kept_by(), alike=alike)
 
     def consolidate(self, to: int | None, values: Callable[[], FullValues]) -> None:
@@ -155,6 +160,28 @@ def _as_built(
         for group in groups
         for param in group["params"]
     }
+
+
+def _rules_of_owners(groups: Iterable[Group]) -> list[str]:
+    """The rules of DTensors that have state for the owners of blocks alone."""
+    return sorted(
+        {
+            group["rule"]
+            for group in groups
+            if owned_state(rule_of(group), group) and any(map(mesh_of, group["params"]))
+        }
+    )
+
+
+def _refuse_owned(part: Mapping[str, Any], rules: Sequence[str]) -> RuntimeError:
+    """For a state dict that would have the state of some blocks only."""
+    return RuntimeError(
+        f"rank {part['rank']} of {part['ranks']} has state of rule {', '.join(map(repr, rules))} "
+        "for the blocks alone that it owns, and whoever saves what one rank gives loses the rest: "
+        "save with samestep.save(path, model, optimizer), which all ranks call; or call "
+        "consolidate_state_dict() on every rank right before, which gathers it on rank 0; or build "
+        'the optimizer with muon_schedule="gather", where every rank owns every block'
+    )
 
 
 def _refuse_part(part: Mapping[str, Any], kept: str, *, alike: bool) -> RuntimeError:

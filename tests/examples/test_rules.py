@@ -23,7 +23,9 @@ from samestep.rules import RULES
 from samestep.rules.exact_sums import digits_of, sums_of_blocks, total_of
 from tests.examples import rule_references
 from tests.limits import HANG
+from tests.ranks import run_cases
 from tests.soak import SOAK
+from tests.test_sharded import Net, fsdp, loss_of
 
 
 @pytest.fixture(autouse=True)
@@ -163,3 +165,56 @@ def test_every_layout_is_exact(world, monkeypatch):
     for result in results:
         if result.status != "does_not_apply":
             assert (result.status, result.findings) == ("exact", []), result.case
+
+
+# --- what owners have ----------------------------------------------------------------------------
+
+
+def shapes_of(state):
+    return {(name, key): tuple(t.shape) for name, own in state.items() for key, t in own.items()}
+
+
+def owners_have(rank, schedule):
+    """Elements of state here, what state_dict() says, and whether a gathered one is whole."""
+    model = fsdp(Net())
+    soap = {"rule": "soap"}
+    own = {"*.up.weight": {**soap, "split_sizes": (9, 10, 14)}, "*.down.weight": soap}
+    soap = {**own, "experts": soap}
+    opt = samestep.MuonAdamW(model, lr=1e-2, overrides=soap, muon_schedule=schedule)
+    loss_of(model, rank, 0).backward()
+    opt.step()
+    here = {
+        (name, key): opt.state[param][key].numel()
+        for group in opt.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+        if group["rule"] == "soap"
+        for key in opt.state[param]
+    }
+    try:
+        opt.state_dict()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    whole = opt.whole_state()
+    opt.consolidate_state_dict()
+    found, me = None, torch.distributed.new_subgroups(1)[0]
+    if rank == 0 and said:
+        other = samestep.MuonAdamW(Net(), lr=1e-2, overrides=soap, process_group=me)
+        other.load_state_dict(opt.state_dict())
+        found = shapes_of(other.whole_state()) == shapes_of(whole) and all(
+            torch.equal(tensor, whole[name][key])
+            for name, own in other.whole_state().items()
+            for key, tensor in own.items()
+        )
+    return here, said, {key: math.prod(shape) for key, shape in shapes_of(whole).items()}, found
+
+
+def test_owners_alone_have_the_state_of_blocks():
+    for schedule, of_ranks in run_cases(2, ["parallel", "gather"], owners_have):
+        copies = 1 if schedule == "parallel" else 2
+        whole = of_ranks[0][2]
+        for key in of_ranks[0][0]:
+            assert sum(here[key] for here, *_ in of_ranks) == copies * whole[key]
+        for _, said, _, _ in of_ranks:
+            assert ("samestep.save" in said and "'soap'" in said) == (schedule == "parallel")
+        assert of_ranks[0][3] is (True if copies == 1 else None)

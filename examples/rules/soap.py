@@ -137,7 +137,8 @@ def _direction(
     beta1, beta2 = (scalars[key].to(grad.dtype) for key in ("beta1", "beta2"))
     shampoo = options["shampoo_beta"]
     keep = beta2 if shampoo is None else torch.full_like(beta2, shampoo)
-    done = int(state["count"])  # steps that had a direction; one more after the first look
+    # Steps that had a direction, and one. Estimates of memory have no values: the largest step.
+    done = options["precondition_frequency"] if grad.is_meta else int(state["count"])
     outer = {"left": grad @ grad.mT, "right": grad.mT @ grad}
     new = {**state, "count": state["count"] + 1}
     for side in SIDES:

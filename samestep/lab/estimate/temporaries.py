@@ -4,6 +4,7 @@ import platform
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from samestep.groups.param_groups import rule_of
 from samestep.rules.rule import Rule, math_dtype
 from samestep.rules.stages import is_staged
-from samestep.rules.state import state_shapes, stored_tensors
+from samestep.rules.state import is_elementwise, state_shapes, stored_tensors
 from samestep.update.plain import Operand, run_rule, update_blocks, update_elementwise
 
 
@@ -99,9 +100,14 @@ class RulePeaks:
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
         """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
 
+        shapes = {
+            key: own
+            for key, own in self._rule.state_shapes(block, self._group).items()
+            if not is_elementwise(self._rule, key, self._group)
+        }
+
         def made() -> tuple[Tensor, dict[str, Tensor]]:
-            shapes = self._rule.state_shapes(block, self._group).items()
-            state = {key: _meta((count, *own), dtype) for key, own in shapes if own != block}
+            state = {key: _meta((count, *own), dtype) for key, own in shapes.items()}
             return _meta((count, *block), dtype), state
 
         def run(rule: Rule, made: Any, scalars: Any, options: Any, _: object) -> object:
@@ -110,7 +116,7 @@ class RulePeaks:
             return rule.transform(stack, state, scalars, options)
 
         found = self._peak(run, made, ("transform", count, block, dtype))
-        return found + count * block[0] * block[1] * dtype.itemsize
+        return found + count * (prod(block) + sum(map(prod, shapes.values()))) * dtype.itemsize
 
     def _operand(self, shape: tuple[int, ...], dtype: torch.dtype, master: bool) -> Operand:
         like = _meta(shape if len(shape) > 1 else (1, *shape), dtype)

@@ -73,7 +73,7 @@ class SavedState:
             return LoadedState(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
             return self._consolidated
-        if plan.sharded and not all(shared.keeps_all for shared in plan.shared):
+        if plan.sharded and not all(own.values.keeps_all for own in plan.shared):
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "

@@ -1,6 +1,6 @@
 """The interface of placements: what a step, and whoever explains it, asks of parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch

@@ -99,7 +99,6 @@ class RulePeaks:
 
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
         """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
-
         shapes = {
             key: own
             for key, own in self._rule.state_shapes(block, self._group).items()

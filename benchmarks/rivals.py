@@ -36,7 +36,7 @@ RATES = {
 
 def optimizer(model: GPT, rule: str, rate: float) -> samestep.MuonAdamW:
     """The matrices of the blocks by one rule, all else by AdamW."""
-    usual = {"lr": REST, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
+    usual: dict[str, Any] = {"lr": REST, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
     matrices = {"rule": rule, "lr": rate}
     others = {"rule": "adamw", "lr": rate if rule == "adamw" else REST}
     params = list(model.named_parameters())
@@ -124,7 +124,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="MuonH and SOAP beside AdamW and Muon.")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)

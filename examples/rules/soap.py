@@ -25,9 +25,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from samestep.rules import Update, checks
-from samestep.rules.rule import Direction, bounded_gradient
-from samestep.rules.stages import staged_update
+from samestep.rules import Direction, Update, checks, staged_update
+from samestep.rules.rule import bounded_gradient
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]

@@ -3,7 +3,8 @@
 from samestep.rules.adamuon import AdaMuonRule
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
-from samestep.rules.rule import Rule, Update
+from samestep.rules.rule import Direction, OwnedStateRule, Rule, StagedRule, SummingRule, Update
+from samestep.rules.stages import owned_state, staged_update
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (MuonRule(), AdamWRule(), AdaMuonRule())}
 
@@ -14,9 +15,27 @@ def register_rule(rule: Rule) -> None:
         raise ValueError(
             f"rule {rule.name!r} has kind {rule.kind!r}; it must be 'elementwise' or 'matrix'"
         )
+    if rule.kind == "elementwise" and owned_state(rule, rule.defaults):
+        raise ValueError(
+            f"rule {rule.name!r} is elementwise and has owned_state(), and no rank owns a slice's "
+            "block: make it a matrix rule, or leave that out"
+        )
     if RULES.get(rule.name, rule) is not rule:
         raise ValueError(f"a rule named {rule.name!r} exists; give yours another name")
     RULES[rule.name] = rule
 
 
-__all__ = ["RULES", "AdaMuonRule", "AdamWRule", "MuonRule", "Rule", "Update", "register_rule"]
+__all__ = [
+    "RULES",
+    "AdaMuonRule",
+    "AdamWRule",
+    "Direction",
+    "MuonRule",
+    "OwnedStateRule",
+    "Rule",
+    "StagedRule",
+    "SummingRule",
+    "Update",
+    "register_rule",
+    "staged_update",
+]

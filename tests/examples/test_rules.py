@@ -113,6 +113,15 @@ def test_sums_of_what_is_empty_huge_or_broken():
     assert sums_of_blocks({"x": torch.zeros(2, 0, 3)})["x"].flatten().tolist() == [0.0, 0.0]
 
 
+def test_a_slice_has_no_owner():
+    class Elementwise(SOAP):
+        name = "test-elementwise-soap"
+        kind = "elementwise"
+
+    with pytest.raises(ValueError, match=r"elementwise and has owned_state\(\)"):
+        samestep.register_rule(Elementwise())
+
+
 # --- layouts -------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import samestep
 from samestep.models.gpt import GPTConfig
 from samestep.tooling.output import json_file, write_files
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, parse_flags
 
 HEAD_WIDTH = 64
 VERSIONS = {"samestep": samestep.__version__, "torch": torch.__version__}
@@ -86,12 +86,17 @@ def load_line(receipt: Mapping[str, Any]) -> str:
     )
 
 
-def run_script(main: Callable[[Any], int], options: type) -> NoReturn:
-    """As flags ask; what cannot be done is told in one line."""
-    import tyro
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a script that cannot be asked anything."""
 
+
+def run_script(main: Callable[[Any], int | None], options: type = NoOptions) -> NoReturn:
+    """Run a script as its flags ask; what cannot be done is told in one line."""
+    script = main.__globals__  # its name is __main__ for Python
+    prog = f"python -m {script['__spec__'].name}"
     try:
-        sys.exit(main(tyro.cli(options)))
+        sys.exit(main(parse_flags(options, sys.argv[1:], prog, script["__doc__"])))
     except BadRequestError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -4,18 +4,18 @@ The same blocks for all, by shape and spectrum: the distance relative to the exa
 and worst. A peer's loop runs if `--peer-path` leads to its checkout. Needs torch alone.
 """
 
-import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import write_json
+from benchmarks import run_script, write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
 from samestep.lab.bench.gpu.measure import our_reference, polynomial
@@ -23,6 +23,7 @@ from samestep.lab.bench.gpu.options import make_importable, peer
 from samestep.lab.bench.gpu.report import describe
 from samestep.lab.bench.orthogonalize import Function
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize
+from samestep.tooling.request import Flag
 
 SHAPES: tuple[Shape, ...] = ((6, 12), (64, 64), (128, 128), (128, 512), (256, 1024))
 LARGE: tuple[Shape, ...] = ((768, 768), (768, 3072), (2048, 2048))
@@ -90,14 +91,18 @@ def distances(blocks: Tensor, function: Function) -> list[float]:
     return [float(norm) for norm in norms]
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--blocks", type=int, default=8, help="of each shape and spectrum")
-    parser.add_argument("--large", action="store_true", help="also 768x768 and up")
-    parser.add_argument("--peer-path", type=Path, action="append", default=[])
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    options = parser.parse_args(given)
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and where."""
+
+    device: str = "cpu"
+    blocks: Annotated[int, "of each shape and spectrum"] = 8
+    large: Annotated[bool, "also 768x768 and up"] = False
+    peer_path: Annotated[tuple[Path, ...], Flag("a checkout of a peer", one_by_one=True)] = ()
+    out: Path = Path("out/bench")
+
+
+def main(options: Options) -> int:
     make_importable(options.peer_path)
     device = torch.device(options.device)
     present = dict(contestants(device))
@@ -128,4 +133,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, Options)

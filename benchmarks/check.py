@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-import tyro
 
 import samestep
-from benchmarks import batch, gpt_config, heading, load_line, timed, write_json
+from benchmarks import batch, gpt_config, heading, load_line, run_script, timed, write_json
 from examples.gpt import GPT
 from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
@@ -44,10 +43,8 @@ class Options:
     sequences: int = 2
     tokens: int = 128
     ranks: int = 2
-    steps: int = 3
-    """Timed training steps, after one that warms up."""
-    checks: int = 10
-    """Timed checks while ranks agree."""
+    steps: Annotated[int, "timed training steps, after one that warms up"] = 3
+    checks: Annotated[int, "timed checks while ranks agree"] = 10
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     out: Path = Path("out/bench")
 
@@ -130,4 +127,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_script(main, Options)

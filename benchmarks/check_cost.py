@@ -5,7 +5,6 @@ On a GPU the parameters are those of `samestep bench step --set gpt-1280`, on a 
 it. A check is host time, and its share is that of the wall clock of the step.
 """
 
-import argparse
 import platform
 import statistics
 import sys
@@ -13,16 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import samestep
-from benchmarks import VERSIONS, write_json
+from benchmarks import VERSIONS, run_script, write_json
 from samestep.lab.bench.gpu.measure import settle
 from samestep.lab.bench.step_contestants import make_parameters
 from samestep.models.parameter_sets import SETS
@@ -98,13 +98,17 @@ def measure(device: torch.device, steps: int) -> dict[str, Any]:
     }
 
 
-def main(given: list[str]) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Where to measure."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    steps: int = 30
+    out: Path = Path("out/bench")
+
+
+def main(options: Options) -> int:
     """Print a line for each check, write JSON; 1 where checks take more than their share."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    options = parser.parse_args(given)
     device = torch.device(options.device)
     found = measure(device, options.steps)
     for check, spent in found["checks_us"].items():
@@ -117,4 +121,4 @@ def main(given: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_script(main, Options)

@@ -14,16 +14,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import tyro
 from torch import nn
 
 import samestep
-from benchmarks import slowest, timed, write_json
+from benchmarks import run_script, slowest, timed, write_json
 from benchmarks.cpu_step import gpt_parameters
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
@@ -37,8 +37,9 @@ BARS = {"with checksums": 0.65, "without checksums": 0.9, "extra memory": 0.1, "
 class Options:
     """What to measure."""
 
-    parameters: float = 20e6
-    """About so many; 250e6 needs 3 GB of disk per save and 6 GB of memory."""
+    parameters: Annotated[
+        float, "about so many; 250e6 needs 3 GB of disk per save and 6 GB of memory"
+    ] = 20e6
     rounds: int = 5
     out: Path = Path("out/bench/checkpoint")
 
@@ -151,4 +152,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    run_script(main, Options)

@@ -10,14 +10,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import heading, write_json
+from benchmarks import heading, run_script, write_json
 from samestep.lab.bench.gpu.measure import take_turn
 from samestep.lab.bench.gpu.report import Screen
 from samestep.lab.bench.step_contestants import with_gradients
@@ -81,8 +80,7 @@ class Options:
     widths: tuple[int, ...] = (256, 512)
     layers: int = 6
     vocabulary: int = 8192
-    rounds: int = 7
-    """Interleaved repetitions; the medians are compared."""
+    rounds: Annotated[int, "interleaved repetitions; the medians are compared"] = 7
     out: Path = Path("out/bench")
 
 
@@ -164,4 +162,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_script(main, Options)

@@ -8,16 +8,15 @@ The distance is ||X - U V^T||_F / sqrt(min(rows, cols)) of a block U S V^T, in 3
 runs on a CPU, and with every product rounded to bfloat16. The decomposition is float64's.
 """
 
-import argparse
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks import NoOptions, run_script
 from benchmarks.hard_blocks import Draw, Shape, blocks_of
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
@@ -147,16 +146,13 @@ def flops_table() -> Iterator[str]:
             yield row([name, *(f"{count:g}" for count in counts)])
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.parse_args(words)
+def main(options: NoOptions | None = None) -> None:
     torch.set_num_threads(1)
     print("\n".join(flops_table()))
     for dtype in DTYPES:
         print(f"\nIn {str(dtype).removeprefix('torch.')}, median / worst:\n")
         print("\n".join(table(dtype)), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -7,19 +7,17 @@ a mesh of one, shows the computing; two ranks on gloo share the GPU and really e
 Gradients are given, so that only steps are seen.
 """
 
-import argparse
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import samestep
-from benchmarks import gpt_config
+from benchmarks import gpt_config, run_script
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU
 from samestep.lab.bench.gpu.measure import measure_ceilings, settle
@@ -161,32 +159,31 @@ class Report(NamedTuple):
     checksums: dict[Case, int]  # of all this rank holds in the end
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=1280)
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--out", type=Path, default=Path("out/gpu-breakdown"))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    return parser.parse_args(given)
+@dataclass(frozen=True)
+class Options:
+    """Of which model, and where."""
+
+    width: int = 1280
+    layers: int = 20
+    vocabulary: int = 32768
+    out: Path = Path("out/gpu-breakdown")
+    device: Annotated[Literal["cuda", "cpu"], "cpu: to try it"] = "cuda"
 
 
-def on_ranks(options: argparse.Namespace, command: str, ranks: int, backend: str) -> list[Report]:
+def on_ranks(options: Options, ranks: int, backend: str) -> list[Report]:
     """What each rank of these cases tells.
 
     Ranks are started afresh: the profiler sees no GPU from a process that was forked by a thread.
     """
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
-            on_rank, (options, command, ranks, backend, folder), nprocs=ranks
+            on_rank, (options, ranks, backend, folder), nprocs=ranks
         )
         reports = (Path(folder) / str(rank) for rank in range(ranks))
         return [torch.load(report, weights_only=False) for report in reports]
 
 
-def on_rank(
-    rank: int, options: argparse.Namespace, command: str, ranks: int, backend: str, folder: str
-) -> None:
+def on_rank(rank: int, options: Options, ranks: int, backend: str, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")
@@ -198,7 +195,13 @@ def on_rank(
     dist.init_process_group(
         used, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    head = heading("samestep breakdown", command, device, measure_ceilings(device), ())
+    head = heading(
+        "samestep breakdown",
+        "python -m benchmarks.gpu_breakdown",
+        device,
+        measure_ceilings(device),
+        (),
+    )
     report = Report(head, {}, {})
     for case in CASES:
         if case.ranks == ranks:
@@ -208,9 +211,7 @@ def on_rank(
     dist.destroy_process_group()
 
 
-def measured(
-    case: Case, options: argparse.Namespace, device: torch.device
-) -> tuple[dict[str, Any], int]:
+def measured(case: Case, options: Options, device: torch.device) -> tuple[dict[str, Any], int]:
     """What the receipt has of this rank's steps, and the checksum of its parameters."""
     torch.manual_seed(0)
     config = gpt_config(options.width, options.layers, vocab_size=options.vocabulary)
@@ -265,11 +266,11 @@ def computed_flops(rows: int, cols: int) -> int:
     return sum(3 * m * m * n + square * m**3 for square in squares)
 
 
-def run(options: argparse.Namespace, command: str) -> None:
+def main(options: Options) -> None:
     check_folder(options.out)
     screen = Screen()
     reports = {
-        ranks: on_ranks(options, command, ranks, backend)
+        ranks: on_ranks(options, ranks, backend)
         for ranks, backend in dict.fromkeys((case.ranks, case.backend) for case in CASES)
     }
     content = reports[1][0].head
@@ -316,5 +317,4 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    run(arguments(words), shlex.join(["python", "-m", "benchmarks.gpu_breakdown", *words]))
+    run_script(main, Options)

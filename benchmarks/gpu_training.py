@@ -7,19 +7,17 @@ falls. A seed decides the model and the batches, so that pairs of runs differ in
 take their steps in turns and are timed as those of `samestep bench client` are.
 """
 
-import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import gpt_config
+from benchmarks import gpt_config, run_script
 from samestep.lab.bench.client.llama import set_rate
 from samestep.lab.bench.client.report import final_losses, outcome, spread
 from samestep.lab.bench.client.training import (
@@ -38,19 +36,19 @@ from samestep.tooling.output import check_folder
 from samestep.train.corpus import Corpus, load_corpus
 
 
-def parser_of(description: str, steps: int, out: str) -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class TrainingOptions:
     """What every training of the GPT can be asked."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path(out))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    return parser
+
+    width: int = 1024
+    layers: int = 12
+    steps: int = 200
+    sequences: int = 16
+    context: int = 512
+    lr: float = 2e-3
+    seeds: tuple[int, ...] = (0, 1, 2)
+    out: Path = Path("out/gpu-training")
+    device: Annotated[Literal["cuda", "cpu"], "cpu: to try it"] = "cuda"
 
 
 def summary(trainings: Sequence[Training]) -> dict[str, Any]:
@@ -69,15 +67,15 @@ def summary(trainings: Sequence[Training]) -> dict[str, Any]:
     }
 
 
-def config_of(options: argparse.Namespace) -> GPTConfig:
+def config_of(options: TrainingOptions) -> GPTConfig:
     return gpt_config(options.width, options.layers, context=options.context)
 
 
-def optimizer_for(options: argparse.Namespace, **more: Any) -> Callable[[nn.Module], Any]:
+def optimizer_for(options: TrainingOptions, **more: Any) -> Callable[[nn.Module], Any]:
     return lambda model: samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0, **more)
 
 
-def asked_of(options: argparse.Namespace) -> ClientOptions:
+def asked_of(options: TrainingOptions) -> ClientOptions:
     """The same as of a client."""
     return ClientOptions(
         steps=options.steps, batch=options.sequences, sequence=options.context, compile=False,
@@ -94,7 +92,7 @@ def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def train(
     variants: Sequence[Contestant],
-    options: argparse.Namespace,
+    options: TrainingOptions,
     corpus: Corpus,
     say: Callable[[str], None],
 ) -> dict[str, list[Training]]:
@@ -118,10 +116,16 @@ def train(
     return runs
 
 
-def run(options: argparse.Namespace, command: str) -> None:
+def main(options: TrainingOptions) -> None:
     check_folder(options.out)
     screen, device, corpus = Screen(), device_of(options.device), load_corpus()
-    content = heading("samestep training", command, device, measure_ceilings(device), ())
+    content = heading(
+        "samestep training",
+        "python -m benchmarks.gpu_training",
+        device,
+        measure_ceilings(device),
+        (),
+    )
     what, build = "samestep.MuonAdamW", optimizer_for(options)
     plain = Contestant("plain torch", what, build, kernels=False)
     runs = train([Contestant("kernels", what, build), plain], options, corpus, screen.progress)
@@ -129,7 +133,7 @@ def run(options: argparse.Namespace, command: str) -> None:
         parameters = sum(param.numel() for param in GPT(config_of(options)).parameters())
     told = {name: summary(of_variant) for name, of_variant in runs.items()}
     content |= {
-        "settings": {k: v for k, v in vars(options).items() if k != "out"},
+        "settings": {k: v for k, v in asdict(options).items() if k != "out"},
         "variants": told, "parameters": parameters, "bytes_of_text": len(corpus.train),
     }  # fmt: skip
     rows = [
@@ -161,6 +165,4 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    parsed = parser_of(__doc__, 200, "out/gpu-training").parse_args(words)
-    run(parsed, shlex.join(["python", "-m", "benchmarks.gpu_training", *words]))
+    run_script(main, TrainingOptions)

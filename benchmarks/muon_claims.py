@@ -25,19 +25,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from torch import Tensor
 
 import samestep
+from benchmarks import run_script
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.rules import RULES, MuonRule
 from samestep.rules.muon import decay_weights, lr_factor
 from samestep.rules.rule import Options as RuleOptions
 from samestep.rules.rule import Tensors, Update
 from samestep.tooling.output import write_files
+from samestep.tooling.request import Flag
 from samestep.train.corpus import Corpus, load_corpus, validation_starts, windows
 
 Gate = Literal["none", "decay by parameter", "decay by gradient", "update by gradient"]
@@ -49,20 +50,18 @@ TOO_LARGE = 1e4  # nats per byte: as good as not finite
 class Options:
     """Which claim, and how long."""
 
-    claim: tyro.conf.Positional[Literal["qkv", "gate"]]
+    claim: Annotated[Literal["qkv", "gate"], Flag("that is tried", positional=True)]
     out: Path = Path("out/bench")
     seeds: int = 3
-    steps: int = 0
-    """0: 300 for qkv, 150 for gate."""
-    width: int = 0
-    """Of the model; 0: 64 for qkv, 32 for gate."""
-    layers: int = 0
-    """0: 4 for qkv, 24 for gate."""
+    steps: Annotated[int, "0: 300 for qkv, 150 for gate"] = 0
+    width: Annotated[int, "of the model; 0: 64 for qkv, 32 for gate"] = 0
+    layers: Annotated[int, "0: 4 for qkv, 24 for gate"] = 0
     context: int = 64
-    batch: int = 0
-    """Sequences of a step; 0: 8 for qkv, 4 for gate."""
-    rates: tuple[float, ...] = ()
-    """Learning rates of the matrices; none: 0.01, 0.03 for qkv, 0.03, 0.3, 3 for gate."""
+    batch: Annotated[int, "sequences of a step; 0: 8 for qkv, 4 for gate"] = 0
+    rates: Annotated[
+        tuple[float, ...],
+        "learning rates of the matrices; none: 0.01, 0.03 for qkv, 0.03, 0.3, 3 for gate",
+    ] = ()
 
 
 class GatedMuon(MuonRule):
@@ -276,4 +275,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    run_script(main, Options)

@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
-from benchmarks import VERSIONS, Shape
+from benchmarks import VERSIONS, Shape, run_script
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import Look, Panel, Trace, chrome_trace, picture
 from examples.gpt import GPT, GPTConfig
@@ -34,7 +33,6 @@ from samestep.launch.forked import run_forked
 from samestep.optimizer.step import Handlers, execute
 from samestep.plan.schedule import Operation, Schedule, describe_operation
 from samestep.tooling.output import check_folder, json_file, write_files
-from samestep.tooling.request import parse_flags
 
 BAR = 1 / 3  # of what is exposed without a pipeline, at most
 
@@ -517,4 +515,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_flags(Options, sys.argv[1:], "python -m benchmarks.muon_schedules"))
+    run_script(main, Options)

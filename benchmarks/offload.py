@@ -9,29 +9,29 @@ with that how long the bytes of a step take at least. Memory is what torch says,
 where it may not fit, then with state on the host.
 """
 
-import argparse
 import gc
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import gpt_config, heading, write_json
+from benchmarks import gpt_config, heading, run_script, write_json
 from samestep.lab.bench.gpu.measure import give_back_memory, settle
 from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.grid import one_axis
 from samestep.lab.estimate.memory import RankMemory, rank_memory
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS
+from samestep.tooling.request import Flag
 from samestep.train.corpus import Order, load_corpus, windows
 
 TINY = "tiny"
@@ -41,15 +41,15 @@ TINY = "tiny"
 class Options:
     """What to measure."""
 
-    mode: str = "step"
-    parameters: str = TINY
-    rule: str = "both"
-    width: int = 64
-    layers: int = 2
-    steps: int = 3
-    dtype: str = "bfloat16"
+    mode: Annotated[Literal["step", "train"], Flag(positional=True)] = "step"
+    parameters: Annotated[str, f"{TINY}, {', '.join(SETS)}"] = TINY
+    rule: Literal["both", "adamw", "muon"] = "both"
+    width: Annotated[int, "of train"] = 64
+    layers: Annotated[int, "of train"] = 2
+    steps: Annotated[int, "of train"] = 3
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rounds: int = 5
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     out: Path = Path("out/bench/offload")
 
 
@@ -374,21 +374,5 @@ def main(options: Options) -> None:
     write_json(options.out, "offload.json", found)
 
 
-def read() -> Options:
-    """From the command line, with what comes with Python: GPU machines may have nothing else."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    usual = asdict(Options())
-    parser.add_argument("mode", nargs="?", choices=["step", "train"], default=usual["mode"])
-    parser.add_argument("--parameters", choices=[TINY, *SETS], default=usual["parameters"])
-    parser.add_argument("--rule", choices=["both", "adamw", "muon"], default=usual["rule"])
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=usual["dtype"])
-    parser.add_argument("--rounds", type=int, default=usual["rounds"])
-    for name in ("width", "layers", "steps"):
-        parser.add_argument(f"--{name}", type=int, default=usual[name], help="of train")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=usual["device"])
-    parser.add_argument("--out", type=Path, default=usual["out"])
-    return Options(**vars(parser.parse_args()))
-
-
 if __name__ == "__main__":
-    main(read())
+    run_script(main, Options)

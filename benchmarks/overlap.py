@@ -9,18 +9,17 @@ configuration on a link that costs nothing; both are run in turns.
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from benchmarks import Shape, batch, gpt_config, heading, load_line
+from benchmarks import Shape, batch, gpt_config, heading, load_line, run_script
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
@@ -273,24 +272,26 @@ ATTEMPTS = 5  # of the steps that are drawn
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Shape):
     """What to measure."""
 
-    shape: Shape = field(default_factory=Shape)
     rounds: int = 4
-    steps: int = 4
-    """Of a block: a case on a link. In the third, one rank leaves out a layer."""
-    ratio: float = 0.8
-    """All communication of a step on the middle link, against backward; fast: half, slow: twice."""
-    latency: float = 2e-4
-    """Seconds per transfer."""
-    bandwidth: float | None = None
-    """MB/s of the middle link, in place of the one that follows from the ratio."""
-    clock: Clock = "wall"
-    """"cpu": computing time plus modelled waits, for a machine that has other work too."""
+    steps: Annotated[
+        int, "of a block: a case on a link. In the third, one rank leaves out a layer"
+    ] = 4
+    ratio: Annotated[
+        float,
+        "all communication of a step on the middle link, against backward; fast: half, slow: twice",
+    ] = 0.8
+    latency: Annotated[float, "seconds per transfer"] = 2e-4
+    bandwidth: Annotated[
+        float | None, "MB/s of the middle link, in place of the one that follows from the ratio"
+    ] = None
+    clock: Annotated[
+        Clock, '"cpu": computing time plus modelled waits, for a machine that has other work too'
+    ] = "wall"
     links: tuple[Literal["fast", "middle", "slow"], ...] = ("fast", "middle", "slow")
-    only_main: bool = False
-    """Leave out other bucket sizes and AdamW."""
+    only_main: Annotated[bool, "leave out other bucket sizes and AdamW"] = False
     out: Path = Path("out/bench")
 
 
@@ -338,7 +339,7 @@ def calibrate(training: Training, options: Options) -> dict[str, Speed]:
 
 def on_rank(rank: int, options: Options, link: ModelledLink) -> RankResult:
     link.install()
-    trainings = {case: Training(case, options.shape, link) for case in cases(options)}
+    trainings = {case: Training(case, options, link) for case in cases(options)}
     speeds = calibrate(trainings[Case("zero2", True, True)], options)
     for training in trainings.values():
         training.run(speeds[FREE], 1)
@@ -440,4 +441,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_script(main, Options)

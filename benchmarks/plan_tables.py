@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import tyro
 
 import samestep
+from benchmarks import run_script
 from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
 from samestep.lab.estimate.activations import Batch
@@ -47,11 +47,12 @@ class Options:
     """Where to."""
 
     out: Path = Path("out/bench")
-    only: str = ""
-    """One table: stages, muon, overlap, copies, scale, timelines, throughput, strong, distmuon or
-    parallel_muon; empty: all."""
-    page: Path | None = None
-    """Write the tables into this page."""
+    only: Annotated[
+        str,
+        "one table: stages, muon, overlap, copies, scale, timelines, throughput, strong, distmuon "
+        "or parallel_muon; empty: all",
+    ] = ""
+    page: Annotated[Path | None, "write the tables into this page"] = None
 
 
 STAGED = (
@@ -368,4 +369,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    run_script(main, Options)

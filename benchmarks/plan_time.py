@@ -16,14 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 
 import samestep
-from benchmarks import slowest, write_json
+from benchmarks import run_script, slowest, write_json
 from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.lab.estimate.blueprint import blueprint
@@ -66,10 +65,10 @@ class Options:
 
     ranks: tuple[int, ...] = (2, 4)
     rounds: int = 7
-    clock: Clock = "wall"
-    """"cpu": computing time plus waits of a modelled link, for a machine with other work."""
-    hosts: int = 1
-    """Modelled ones, of neighbouring ranks."""
+    clock: Annotated[
+        Clock, '"cpu": computing time plus waits of a modelled link, for a machine with other work'
+    ] = "wall"
+    hosts: Annotated[int, "modelled ones, of neighbouring ranks"] = 1
     out: Path = Path("out/bench")
 
 
@@ -253,4 +252,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    run_script(main, Options)

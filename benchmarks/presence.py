@@ -4,11 +4,11 @@ import statistics
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
-import tyro
 
-from benchmarks import heading, timed, write_json
+from benchmarks import heading, run_script, timed, write_json
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
 from samestep.lab.bench.gpu.report import Screen
@@ -21,8 +21,7 @@ class Options:
     """What to measure."""
 
     ranks: tuple[int, ...] = (2, 4, 8)
-    parameters: int = 150
-    """A GPT of 12 layers has about as many."""
+    parameters: Annotated[int, "a GPT of 12 layers has about as many"] = 150
     rounds: int = 50
     out: Path = Path("out/bench")
 
@@ -54,4 +53,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_script(main, Options)

@@ -7,13 +7,11 @@ Milliseconds of one layer in bfloat16, causal, in turns: forward and backward of
 Then of whole training steps of a GPT under autocast, with a QK-clip and without.
 """
 
-import argparse
-import shlex
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import samestep
-from benchmarks import write_json
+from benchmarks import heading, run_script, write_json
 from benchmarks.small_state import where
 from samestep.lab.bench.gpu.measure import in_turn, settle, take_turn, times_of
 from samestep.lab.bench.gpu.options import device_of
@@ -122,7 +120,16 @@ def training(rounds: int, device: torch.device) -> dict[str, Any]:
     return {**asked, "batch": batch, "ms": {name: own._asdict() for name, own in found.items()}}
 
 
-def run(options: argparse.Namespace, command: str) -> None:
+@dataclass(frozen=True)
+class Options:
+    """How often, and where."""
+
+    rounds: int = 20
+    out: Path = Path("out/qk-clip")
+    device: Annotated[Literal["cuda", "cpu"], "cpu: to try it"] = "cuda"
+
+
+def main(options: Options) -> None:
     check_folder(options.out)
     device, rows = device_of(options.device), []
     names: list[str] = []
@@ -145,23 +152,11 @@ def run(options: argparse.Namespace, command: str) -> None:
         print(f"{shape:36}" + "".join(f"{found[name].median:26.3f}" for name in names))
         ms = {name: own._asdict() for name, own in found.items()}
         rows.append({"layer": layer._asdict(), "ms": ms})
-    content = {"command": command, **where(device), "rows": rows}
+    content = {**heading("qk_clip", options), **where(device), "rows": rows}
     write_json(
         options.out, "qk_clip.json", {**content, "training": training(options.rounds, device)}
     )
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("out/qk-clip"))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    words = sys.argv[1:] if given is None else given
-    run(
-        parser.parse_args(words),
-        shlex.join(["python", "-m", "benchmarks.qk_clip", *words]),
-    )
-
-
 if __name__ == "__main__":
-    main()
+    run_script(main, Options)

@@ -12,11 +12,11 @@ press the largest values to 0. And all but the last take their values times 1 / 
 that a value which rounding has lifted a little over the interval's end does not escape.
 """
 
-import argparse
 import math
-import sys
 
 import numpy as np
+
+from benchmarks import NoOptions, run_script
 
 Triple = tuple[float, float, float]
 
@@ -85,16 +85,13 @@ def as_good_as_five(steps: int) -> tuple[list[Triple], float]:
     return composition(least, steps)[0], least
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.parse_args(words)
+def main(options: NoOptions | None = None) -> None:
     for steps in (5, 4, 3):
         table, least = as_good_as_five(steps)
         print(f"{steps} steps, from {least:.5g}, slope {math.prod(a for a, _, _ in table):.4g}:")
         for triple in table:
             print("    " + repr(triple))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

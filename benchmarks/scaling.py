@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import tyro
 
+from benchmarks import run_script
 from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
 from samestep.lab.common.numbers import duration, size
@@ -59,11 +59,11 @@ class Options:
 
     models: tuple[str, ...] = tuple(CASES)
     hardware: str = "h200x8"
-    most: int = 4096
-    """Ranks."""
+    most: Annotated[int, "ranks"] = 4096
     out: Path = Path("out/bench")
-    page: Path | None = None
-    """Write the tables into this page, and the pictures beside it."""
+    page: Annotated[Path | None, "write the tables into this page, and the pictures beside it"] = (
+        None
+    )
 
 
 def in_copies(plan: Blueprint) -> Blueprint:
@@ -180,4 +180,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    run_script(main, Options)

@@ -11,20 +11,19 @@ such training with state in 32 bits, optimizers with each format take every step
 and its gradients, so that only state differs, whose errors add up; how far updates are apart.
 """
 
-import argparse
 import copy
 import importlib
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import gpu_training, write_json
+from benchmarks import gpu_training, heading, run_script, write_json
 from samestep.lab.bench.client.llama import set_rate
 from samestep.lab.bench.client.report import spread
 from samestep.lab.bench.client.training import LAST, Batches
@@ -34,6 +33,7 @@ from samestep.lab.bench.step_contestants import with_gradients
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS, count, gpt
 from samestep.tooling.output import check_folder
+from samestep.tooling.request import Flag
 from samestep.train.corpus import Corpus, load_corpus
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -43,6 +43,21 @@ FORMATS: dict[str, Any] = {
     "bf16_stochastic": "bf16_stochastic",
     "8bit": "8bit",
 }
+
+
+@dataclass(frozen=True)
+class Options(gpu_training.TrainingOptions):
+    """A training's, and which of the three is asked for."""
+
+    mode: Annotated[Literal["step", "train", "error"], Flag(positional=True)] = "step"
+    steps: int = 1000
+    out: Path = Path("out/small-state")
+    set: Annotated[
+        str | None, f"step: these parameters, not width and layers: {', '.join(SETS)}"
+    ] = None
+    rounds: int = 20
+    warmup: int = 3
+    formats: Annotated[tuple[str, ...], "of state"] = tuple(FORMATS)
 
 
 def state_dtypes(form: str, *more: str) -> dict[str, Any]:
@@ -120,7 +135,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(bytes_of(t) for state in states for t in state.values() if isinstance(t, Tensor))
 
 
-def run_step(options: argparse.Namespace, command: str) -> None:
+def run_step(options: Options) -> None:
     device = device_of(options.device)
     shapes = SETS[options.set] if options.set else gpt(options.width, options.layers, 256)
     total = count(shapes.matrices) + count(shapes.others)
@@ -146,7 +161,12 @@ def run_step(options: argparse.Namespace, command: str) -> None:
         print(f"{one.rule:6} {one.name:44} {per:15.2f} {own.median:9.3f} {own.middle_half:8.3f}")
         row = {"rule": one.rule, "name": one.name, "dtype": str(one.dtype)}
         rows.append({**row, "bytes_per_parameter": per, "ms": own._asdict()})
-    content = {"command": command, "parameters": total, **where(device), "rows": rows}
+    content = {
+        **heading("small_state", options),
+        "parameters": total,
+        **where(device),
+        "rows": rows,
+    }
     write_json(options.out, "step.json", content)
 
 
@@ -163,7 +183,7 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
-def trained(options: argparse.Namespace, form: str, seed: int, corpus: Corpus) -> Trained:
+def trained(options: Options, form: str, seed: int, corpus: Corpus) -> Trained:
     """Nobody waits for the device but now and then: times are not asked for here."""
     device = device_of(options.device)
     batches = Batches(corpus, gpu_training.asked_of(options), device, seed)
@@ -188,12 +208,12 @@ def trained(options: argparse.Namespace, form: str, seed: int, corpus: Corpus) -
     return Trained(form, seed, final, statistics.mean(held_out), [round(x, 5) for x in found])
 
 
-def run_train(options: argparse.Namespace, command: str) -> None:
+def run_train(options: Options) -> None:
     corpus, found = load_corpus(), []
     with torch.device("meta"):
         model = GPT(gpu_training.config_of(options))
     content = {
-        "command": command,
+        **heading("small_state", options),
         "parameters": sum(param.numel() for param in model.parameters()),
         **where(device_of(options.device)),
     }
@@ -223,7 +243,7 @@ SPAN = 100  # steps whose errors are one figure
 class Updates:
     """What one optimizer adds to the weights in each step, by rule."""
 
-    def __init__(self, options: argparse.Namespace, form: str, model: nn.Module) -> None:
+    def __init__(self, options: Options, form: str, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
         asked = state_dtypes(form) or None
         self.optimizer = gpu_training.optimizer_for(options, state_dtypes=asked)(self.model)
@@ -244,7 +264,7 @@ class Updates:
         return {rule: torch.cat(parts) for rule, parts in found.items()}
 
 
-def run_error(options: argparse.Namespace, command: str) -> None:
+def run_error(options: Options) -> None:
     (seed, *_), device, corpus = options.seeds, device_of(options.device), load_corpus()
     batches = Batches(corpus, gpu_training.asked_of(options), device, seed)
     torch.manual_seed(seed)
@@ -277,7 +297,7 @@ def run_error(options: argparse.Namespace, command: str) -> None:
         print(f"{rule:6} {form:18} {spans[0]:12.4f} {spans[-1]:12.4f} {mean:9.4f}")
         rows.append({"rule": rule, "form": form, "mean": mean, "spans": spans})
     content = {
-        "command": command,
+        **heading("small_state", options),
         "parameters": sum(weight.numel() for weight in weights),
         **where(device),
         "steps_of_a_span": SPAN,
@@ -297,26 +317,10 @@ def where(device: torch.device) -> dict[str, str]:
     return {"device": name, "torch": torch.__version__, "samestep": samestep.__version__}
 
 
-MODES = {"step": run_step, "train": run_train, "error": run_error}
-
-
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = gpu_training.parser_of(__doc__, steps=1000, out="out/small-state")
-    parser.add_argument("mode", choices=MODES)
-    parser.add_argument("--set", choices=SETS, help="step: these parameters, not width and layers")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    return parser.parse_args(given)
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
+def main(options: Options) -> None:
     check_folder(options.out)
-    words = sys.argv[1:] if given is None else given
-    command = shlex.join(["python", "-m", "benchmarks.small_state", *words])
-    MODES[options.mode](options, command)
+    {"step": run_step, "train": run_train, "error": run_error}[options.mode](options)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, Options)

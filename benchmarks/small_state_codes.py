@@ -11,13 +11,14 @@ bitsandbytes by its formula (Dettmers et al., arXiv 2110.02861): leading zeros a
 exponent, and the bits that are left a linear fraction; to the nearest.
 """
 
-import argparse
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks import run_script
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.train.corpus import load_corpus
 
@@ -108,22 +109,22 @@ class Moments:
         return update
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=16, help="of each matrix, that are kept")
-    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999))
-    return parser.parse_args(given)
+@dataclass(frozen=True)
+class Options:
+    """Of which model, and for how long."""
+
+    steps: int = 300
+    width: int = 256
+    layers: int = 2
+    context: int = 64
+    sequences: int = 8
+    rows: Annotated[int, "of each matrix, that are kept"] = 16
+    betas: tuple[float, float] = (0.9, 0.999)
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
+def main(options: Options) -> None:
     torch.manual_seed(0)
-    betas = options.betas[0], options.betas[1]
+    betas = options.betas
     text, length = load_corpus().train, options.context + 1
     config = GPTConfig(width=options.width, layers=options.layers, context=options.context)
     model = GPT(config)
@@ -162,4 +163,4 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, Options)

@@ -8,7 +8,6 @@ polynomial by more than 0.15.
 On a GPU the kernels run; on a CPU their arithmetic is emulated. Needs torch alone.
 """
 
-import argparse
 import itertools
 import random
 import sys
@@ -17,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks import write_json
+from benchmarks import run_script, write_json
 from benchmarks.hard_blocks import KINDS, Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
 from samestep.lab.bench.gpu.report import describe
@@ -253,7 +252,20 @@ def _changes(given: Tensor, generator: torch.Generator) -> Tensor:
     return sizes * some * noise
 
 
-def tried(combination: Combination, options: argparse.Namespace, seed: int) -> Result:
+@dataclass(frozen=True)
+class Options:
+    """What to try, and for how long."""
+
+    device: str = "cpu"
+    blocks: Annotated[int, "of each combination"] = 1_000_000
+    seconds: Annotated[float, "for each combination at most"] = 10.0
+    large: Annotated[bool, "also 768x768 and up"] = False
+    only: Annotated[str, "combinations whose name has all these words"] = ""
+    seed: int = 0
+    out: Path = Path("out/bench")
+
+
+def tried(combination: Combination, options: Options, seed: int) -> Result:
     device = torch.device(options.device)
     start = time.perf_counter()
     trial = Trial(combination, device)
@@ -286,21 +298,8 @@ HEAD = (
 )
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.survival", description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="of each combination")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each combination at most")
-    parser.add_argument("--large", action="store_true", help="also 768x768 and up")
-    parser.add_argument("--only", default="", help="combinations whose name has all these words")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    return parser
-
-
-def main(given: Sequence[str] | None = None) -> int:
+def main(options: Options) -> int:
     """Try all, print the table, write JSON; 1 if anything is out of bounds."""
-    options = arguments().parse_args(given)
     if options.device == "cpu":
         torch.set_num_threads(1)
     results = []
@@ -316,7 +315,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"out of bounds: {result.name}: {worst.value:.4f} at {worst.where}")
     receipt = {
         "command": "python -m benchmarks.survival",
-        "options": {**vars(options), "out": str(options.out)},
+        "options": {**asdict(options), "out": str(options.out)},
         "torch": torch.__version__,
         "machine": describe(torch.device(options.device))["name"],
         "tolerance": TOLERANCE,
@@ -328,4 +327,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, Options)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,19 +47,17 @@ ASKED = "SAMESTEP_TWO_HOSTS"  # what ranks are to do, for their environment
 class Options:
     """What to run."""
 
-    layers: int = 4
-    """16 is the lane in full; it takes long on two cores."""
+    layers: Annotated[int, "16 is the lane in full; it takes long on two cores"] = 4
     steps: int = 5
-    ranks_per_host: int = 4
-    """A multiple of 4: tensor and expert parallel stay inside a host."""
-    timeout: float = 20.0
-    """Seconds that a collective may take."""
-    cut_after: int = 1
-    """Steps that all ranks have taken when the link is cut."""
-    grace: float = 20.0
-    """Seconds beyond the timeout in which every rank has to end, and torchrun with it."""
-    limit: float = 900.0
-    """Seconds for a whole run."""
+    ranks_per_host: Annotated[
+        int, "a multiple of 4: tensor and expert parallel stay inside a host"
+    ] = 4
+    timeout: Annotated[float, "seconds that a collective may take"] = 20.0
+    cut_after: Annotated[int, "steps that all ranks have taken when the link is cut"] = 1
+    grace: Annotated[
+        float, "seconds beyond the timeout in which every rank has to end, and torchrun with it"
+    ] = 20.0
+    limit: Annotated[float, "seconds for a whole run"] = 900.0
     out: Path = Path("out/two_hosts")
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -63,10 +63,10 @@ class Options:
 
     ranks_per_host: int = 4
     steps: int = 2
-    pace: float = 2e6
-    """Bytes per second between hosts, in each direction of each rank's card."""
-    limit: float = 900.0
-    """Seconds for the whole run."""
+    pace: Annotated[
+        float, "bytes per second between hosts, in each direction of each rank's card"
+    ] = 2e6
+    limit: Annotated[float, "seconds for the whole run"] = 900.0
     out: Path = Path("out/two_levels")
 
 

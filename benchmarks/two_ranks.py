@@ -13,17 +13,16 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from benchmarks import batch, gpt_config, heading, load_line, write_json
+from benchmarks import batch, gpt_config, heading, load_line, run_script, write_json
 from benchmarks.cpu_step import Twin
 from examples.gpt import GPT
 from samestep.lab.bench.gpu.report import Screen
@@ -127,16 +126,15 @@ Summary = dict[str, Any]  # of a contest, as the receipt has it
 class Options:
     """What to measure."""
 
-    width: int = 256
-    """512 is the one that counts; it takes minutes."""
+    width: Annotated[int, "512 is the one that counts; it takes minutes"] = 256
     layers: int = 12
     vocabulary: int = 4096
     sequences: int = 2
     tokens: int = 32
-    muon_rounds: int = 5
-    """Interleaved repetitions of the contest with Muon; medians are compared."""
-    adamw_rounds: int = 15
-    """The same without Muon, which is faster and so noisier."""
+    muon_rounds: Annotated[
+        int, "interleaved repetitions of the contest with Muon; medians are compared"
+    ] = 5
+    adamw_rounds: Annotated[int, "the same without Muon, which is faster and so noisier"] = 15
     out: Path = Path("out/bench")
 
 
@@ -352,4 +350,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_script(main, Options)

@@ -25,10 +25,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -38,6 +37,7 @@ from torch import Tensor
 
 import samestep
 from examples.gpt import GPT, GPTConfig
+from samestep.tooling.request import BadRequestError, parse_flags
 from samestep.train.corpus import Corpus, load_corpus, windows
 
 VALIDATION_WINDOWS = 64
@@ -52,22 +52,14 @@ COLORS = {"AdamW": "#c2571a", "MuonAdamW": "#1f5fa8"}
 class Options:
     """Train a small byte-level GPT with AdamW and with MuonAdamW, and compare the two."""
 
-    out: Path = Path("out/train")
-    """Folder for result.json and loss.png; made if missing."""
-    steps: int = 300
-    """Training steps of each run."""
-    batch_size: int = 16
-    """Sequences per step."""
-    context: int = 64
-    """Bytes per sequence."""
-    width: int = 128
-    """Channels of the model; a multiple of 8."""
-    layers: int = 4
-    """Transformer layers."""
-    seed: int = 0
-    """Decides the initial weights and the batches."""
-    lr: float = 0.024
-    """Peak learning rate of both runs."""
+    out: Annotated[Path, "folder for result.json and loss.png; made if missing"] = Path("out/train")
+    steps: Annotated[int, "training steps of each run"] = 300
+    batch_size: Annotated[int, "sequences per step"] = 16
+    context: Annotated[int, "bytes per sequence"] = 64
+    width: Annotated[int, "channels of the model; a multiple of 8"] = 128
+    layers: Annotated[int, "transformer layers"] = 4
+    seed: Annotated[int, "decides the initial weights and the batches"] = 0
+    lr: Annotated[float, "peak learning rate of both runs"] = 0.024
 
     def check(self) -> None:
         """Refuse values that cannot run."""
@@ -401,7 +393,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status."""
     console = Console()
     try:
-        options = tyro.cli(Options, prog="python -m examples.demo", args=arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        options = parse_flags(Options, words, "python -m examples.demo")
         options.check()
         corpus = load_corpus()
         if options.context >= len(corpus.validation):
@@ -411,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         runs = make_runs(options)
         options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+    except (BadRequestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     start = time.perf_counter()

@@ -20,7 +20,7 @@ from typing import NamedTuple, TextIO
 
 from samestep.launch import RanksFailed, torchrun_rank
 from samestep.tooling.pages import INSTALL, Page, broken_lines, flags_in, stored_pages
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, parse_flags
 from samestep.version import __version__
 
 
@@ -95,7 +95,7 @@ COMMANDS = {
     ),
 }
 # What samestep[cli] brings and a command may import.
-EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich", "tyro")
+EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,7 +165,7 @@ def _run(name: str, words: list[str]) -> int:
             raise BadRequestError(str(error)) from error
     try:
         options = _parse(module, f"samestep {name}", words)
-    except SystemExit as shown:  # help, or an error that tyro has explained
+    except SystemExit as shown:  # help
         return shown.code if isinstance(shown.code, int) else 2
     return run(options) or 0
 
@@ -188,11 +188,9 @@ def live_page(name: str) -> Page:
 
 
 def _parse(module: ModuleType, prog: str, words: list[str]) -> object:
-    if hasattr(module, "parse"):  # a command that needs no extras reads its words itself
+    if hasattr(module, "parse"):  # a command that judges its options while it reads them
         return module.parse(words, prog)
-    import tyro
-
-    return tyro.cli(module.Options, prog=prog, args=words, console_outputs=_speaks())
+    return parse_flags(module.Options, words, prog)
 
 
 def _describe(name: str, words: list[str]) -> int:

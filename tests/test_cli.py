@@ -86,7 +86,7 @@ def test_options_that_do_not_parse(capsys, arguments):
     assert arguments[-1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("missing", ["tyro", "rich", "matplotlib"])
+@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
 def test_missing_extras_are_named(capsys, monkeypatch, missing):
     for name in list(sys.modules):
         if name.startswith(("samestep.lab.bench.", "samestep.tooling.", f"{missing}.")):
@@ -131,7 +131,7 @@ def test_the_installed_command_is_this_one():
 def test_python_m_samestep_and_the_library_need_no_extras():
     code = """
 import runpy, sys
-sys.modules.update(rich=None, tyro=None, matplotlib=None)
+sys.modules.update(rich=None, matplotlib=None)
 import samestep
 assert "torch" not in sys.modules
 assert {"MuonAdamW", "save", "hf", "presets"} <= set(dir(samestep))
@@ -156,7 +156,7 @@ runpy.run_module("samestep", run_name="__main__")
 def test_an_optimizer_a_step_and_a_checkpoint_load_no_laboratory_and_no_extras(tmp_path):
     code = f"""
 import sys
-sys.modules.update(rich=None, tyro=None, matplotlib=None, jinja2=None, jsonschema=None)
+sys.modules.update(rich=None, matplotlib=None, jinja2=None, jsonschema=None)
 import torch, samestep
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
 optimizer = samestep.MuonAdamW(model, lr=0.01)
@@ -181,7 +181,7 @@ from samestep import cli
 for name in ["", "bench", "bench client", *cli.COMMANDS]:
     assert cli.main([*name.split(), "--help"]) == 0, name
 assert cli.main(["--version"]) == cli.main(["completion", "bash"]) == 0
-heavy = {"torch", "numpy", "triton", "rich", "tyro", "matplotlib"} & sys.modules.keys()
+heavy = {"torch", "numpy", "triton", "rich", "matplotlib"} & sys.modules.keys()
 assert not heavy, heavy
 """
     done = subprocess.run(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,7 +15,7 @@ from samestep.checkpoint.converting import Converted, Kind, convert
 from samestep.checkpoint.foreign.naming import rename_rule
 from samestep.checkpoint.sources import Part
 from samestep.checkpoint.storage import CheckpointError
-from samestep.tooling.request import BadRequestError, in_one_line, named_function
+from samestep.tooling.request import BadRequestError, Flag, in_one_line, named_function
 
 
 @dataclass(frozen=True)
@@ -24,50 +23,46 @@ class Options:
     """Convert a checkpoint on one process, without holding it in memory."""
 
     source: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(help="a folder, or a file of torch.save"),
+        Path,
+        Flag("a folder, or a file of torch.save", metavar="SOURCE", positional=True),
     ]
-    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a folder to be made")]
+    target: Annotated[Path, Flag("a folder to be made", metavar="TARGET", positional=True)]
     kind: Annotated[
         Kind | None,
-        tyro.conf.arg(name="from", help="whose checkpoint it is; found out if left out"),
+        Flag("whose checkpoint it is; found out if left out", name="from"),
     ] = None
     to: Annotated[
         Literal[
             "fully_reshardable", "fully_sharded_model_space", "samestep", "fsdp_dtensor", "torch"
         ],
-        tyro.conf.arg(
-            help="fully_reshardable, fully_sharded_model_space or samestep: ours; fsdp_dtensor or "
-            "torch: what torch.distributed.checkpoint reads"
-        ),
+        "fully_reshardable, fully_sharded_model_space or samestep: ours; fsdp_dtensor or "
+        "torch: what torch.distributed.checkpoint reads",
     ] = "fully_reshardable"
     optimizer: Annotated[
         tuple[Path, ...],
-        tyro.conf.arg(help="torch.save files with state dicts of optimizers, beside the model's"),
+        "torch.save files with state dicts of optimizers, beside the model's",
     ] = ()
     names: Annotated[
         Path | None,
-        tyro.conf.arg(help="JSON: names of parameters in the optimizer's order, or per group"),
+        "JSON: names of parameters in the optimizer's order, or per group",
     ] = None
     model: Annotated[
         str | None,
-        tyro.conf.arg(help="file.py:function that builds the model, for its names and their order"),
+        "file.py:function that builds the model, for its names and their order",
     ] = None
     rename: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(help="regex=replacement, applied to names; may be repeated"),
+        tuple[str, ...],
+        Flag("regex=replacement, applied to names; may be repeated", one_by_one=True),
     ] = ()
     preset: Annotated[
         str | None,
-        tyro.conf.arg(help="the preset of the optimizer that will load it: momentum is rescaled"),
+        "the preset of the optimizer that will load it: momentum is rescaled",
     ] = None
-    only: Annotated[Part | None, tyro.conf.arg(help="take one part alone")] = None
-    step: Annotated[
-        int | None, tyro.conf.arg(help="AdamW's count of steps, if the files have none")
-    ] = None
-    verify: Annotated[bool, tyro.conf.arg(help="compare the checksums of ours first")] = True
-    dry_run: Annotated[bool, tyro.conf.arg(help="read and check everything, write nothing")] = False
-    json: Annotated[bool, tyro.conf.arg(help="say as JSON what became what")] = False
+    only: Annotated[Part | None, "take one part alone"] = None
+    step: Annotated[int | None, "AdamW's count of steps, if the files have none"] = None
+    verify: Annotated[bool, "compare the checksums of ours first"] = True
+    dry_run: Annotated[bool, "read and check everything, write nothing"] = False
+    json: Annotated[bool, "say as JSON what became what"] = False
 
 
 def run(options: Options) -> int:

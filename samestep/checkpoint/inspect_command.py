@@ -7,7 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,7 +15,7 @@ from samestep.checkpoint import folder
 from samestep.checkpoint.formats import WRITTEN_AS, Stored, open_checkpoint
 from samestep.checkpoint.logical import name_and_key
 from samestep.checkpoint.storage import CheckpointError
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Flag
 
 # Of a folder that torch has written.
 UNKNOWN: dict[str, Any] = {
@@ -34,11 +33,11 @@ class Options:
     """Show what a checkpoint has in it."""
 
     path: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(help="a checkpoint, or a folder in which LATEST names one"),
+        Path,
+        Flag("a checkpoint, or a folder in which LATEST names one", positional=True),
     ]
-    verify: Annotated[bool, tyro.conf.arg(help="compare all checksums")] = False
-    json: Annotated[bool, tyro.conf.arg(help="as JSON")] = False
+    verify: Annotated[bool, "compare all checksums"] = False
+    json: Annotated[bool, "as JSON"] = False
 
 
 def run(options: Options) -> int:

@@ -29,7 +29,7 @@ from samestep.xla import runtime
 State = Literal["ok", "note", "broken"]
 LEAST_TORCH = (2, 9)
 REPORT = "report it, with `samestep doctor --json`"
-COMMANDS_NEED = ("rich", "tyro", "matplotlib", "jinja2", "jsonschema")
+COMMANDS_NEED = ("rich", "matplotlib", "jinja2", "jsonschema")
 SHOWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",

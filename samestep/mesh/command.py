@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from samestep.mesh.contract import ContractError, ModelSizes, Term, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.mesh.predicates import predicates
 from samestep.tooling.output import check_folder, write_files
-from samestep.tooling.request import BadRequestError, parse_flags
+from samestep.tooling.request import BadRequestError
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ class Options:
             self.world_size, self.pp, self.replicate, self.ep, self.tp, self.sp,
             self.expert_tensor_parallel, self.ep_carries_data,
         )  # fmt: skip
-
-
-parse = partial(parse_flags, Options)  # of (words, prog)
 
 
 def run(options: Options) -> int:

@@ -1,13 +1,13 @@
 """`samestep recipes`: what is known of each architecture, as the table of docs/recipes.md."""
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from samestep.recipes.architectures import RECIPES, Line
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Flag
 
 # Numbers that recipes read, of published models; several where a recipe depends on them.
 PUBLISHED: dict[str, dict[str | None, dict[str, Any]]] = {
@@ -70,26 +70,23 @@ hand, and steps against those of separate matrices (`tests/test_recipes.py`).
 """
 
 
-class Options(NamedTuple):
-    """What was asked: recipes by name, or all; as a page, or lines for a terminal."""
+@dataclass(frozen=True)
+class Options:
+    """Which weights of known architectures are fused, stacked or gates."""
 
-    names: Sequence[str]
-    page: bool
-
-
-def parse(words: Sequence[str], prog: str) -> Options:
-    parser = argparse.ArgumentParser(prog, description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="default: all")
-    parser.add_argument("--page", action="store_true", help="print docs/recipes.md")
-    found = parser.parse_args(words)
-    for name in found.names:
-        if name not in RECIPES:
-            raise BadRequestError(f"there is no recipe {name!r}; there is: {', '.join(RECIPES)}")
-    return Options(found.names or list(RECIPES), found.page)
+    names: Annotated[
+        tuple[str, ...],
+        Flag("recipes; all, if none is named", metavar="MODEL_TYPE", positional=True),
+    ] = ()
+    page: Annotated[bool, "print docs/recipes.md"] = False
 
 
 def run(options: Options) -> int:
-    sys.stdout.write(page() if options.page else "\n".join([*table(options.names), ""]))
+    for name in options.names:
+        if name not in RECIPES:
+            raise BadRequestError(f"there is no recipe {name!r}; there is: {', '.join(RECIPES)}")
+    names = options.names or list(RECIPES)
+    sys.stdout.write(page() if options.page else "\n".join([*table(names), ""]))
     return 0
 
 

@@ -1,20 +1,11 @@
-"""`samestep completion`: a script that completes commands, their options, and values of those.
+"""`samestep completion`: made from the stored pages; neither it nor its script imports torch."""
 
-It is made from the stored pages, and neither it nor the script imports torch:
-
-    source <(samestep completion bash)                            # or in ~/.bashrc
-    source <(samestep completion zsh)                             # after compinit
-    samestep completion fish > ~/.config/fish/completions/samestep.fish
-
-Where nothing is known, shells complete names of files.
-"""
-
-import argparse
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from samestep.tooling.pages import Page, stored_pages
+from samestep.tooling.request import Flag
 
 # Words of a command come before its options: those until the first option, as far as they name a
 # command or a group. `known` has both, with spaces around each.
@@ -53,17 +44,18 @@ end
 """
 
 
-class Options(NamedTuple):
-    """The shell to print a script for."""
+@dataclass(frozen=True)
+class Options:
+    """Print a script that completes commands, their options, and values of those.
 
-    shell: str
+        source <(samestep completion bash)                            # or in ~/.bashrc
+        source <(samestep completion zsh)                             # after compinit
+        samestep completion fish > ~/.config/fish/completions/samestep.fish
 
+    Where nothing is known, shells complete names of files.
+    """
 
-def parse(words: Sequence[str], prog: str) -> Options:
-    parser = argparse.ArgumentParser(prog, description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("shell", choices=SCRIPTS)
-    return Options(**vars(parser.parse_args(words)))
+    shell: Annotated[Literal["bash", "zsh", "fish"], Flag("that is to complete", positional=True)]
 
 
 def run(options: Options) -> int:

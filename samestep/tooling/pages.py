@@ -34,7 +34,7 @@ def as_json(pages: dict[str, Page]) -> str:
 
 
 def broken_lines(text: str, width: int = 80) -> str:
-    """With every line that is longer broken, and nothing at the ends of lines; tyro leaves some."""
+    """With every line that is longer broken, and nothing at the ends of lines."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

@@ -1,24 +1,28 @@
 """What is asked of a command: its flags, a function by its name, ranks; the error if it cannot be.
 
-Flags are read with what Python brings, for commands that need no extras. The fields of a dataclass
-are the flags: `Annotated[type, "help"]`, or a type alone, with a default. Of a `tuple[type, ...]`
-several values may be given, at once or one by one. What reads a value, if not its type, is a third
-word of the annotation.
+Flags are read with what Python brings. The fields of a dataclass are the flags:
+`Annotated[type, "help"]`, `Annotated[type, Flag("help", ...)]`, or a type alone. Of a
+`tuple[type, ...]` several values may be given, at once or one by one. A field without a default
+has to be given.
 """
 
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     NoReturn,
     TypeVar,
     Union,
@@ -34,6 +38,18 @@ class BadRequestError(Exception):
     """What was asked cannot be done; the text names the value and is all that is shown."""
 
 
+class Flag(NamedTuple):
+    """Help on an option, and what its type and its field's name do not say."""
+
+    help: str = ""
+    name: str | None = None  # of the flag, if it is not the field's
+    metavar: str | None = None
+    default: str | None = None  # how the help tells of the default, if not by its value
+    read: Callable[[str], Any] | None = None  # from a word, if it is not the type
+    positional: bool = False
+    one_by_one: bool = False  # of several: each is given with the flag again
+
+
 T = TypeVar("T")
 
 
@@ -44,17 +60,38 @@ class Parser(argparse.ArgumentParser):
         raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
-def parse_flags(options: type[T], words: Sequence[str], prog: str) -> T:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
-    parser = Parser(prog=prog, description=options.__doc__, allow_abbrev=False)
+def parse_flags(options: type[T], words: Sequence[str], prog: str, about: str | None = None) -> T:
+    """Read flags; a bad one raises BadRequestError, --help ends the process.
+
+    about: The help on all of them, if not the docstring of `options`.
+    """
+    parser = Parser(
+        prog=prog,
+        description=_filled(about or options.__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     hints = get_type_hints(options, include_extras=True)
     for option in fields(options):  # type: ignore[arg-type]
-        hint, text, read = hints[option.name], "", None
+        hint, flag = hints[option.name], Flag()
         if get_origin(hint) is Annotated:
-            hint, text, read, *_ = *get_args(hint), None
-        parser.add_argument(spelled(option.name), **_argument(hint, text, option.default, read))
+            hint, text = get_args(hint)[:2]
+            flag = text if isinstance(text, Flag) else Flag(text)
+        argument = _argument(hint, flag, option.default)
+        if flag.positional:
+            parser.add_argument(option.name, **argument)
+        else:
+            name = spelled(flag.name or option.name)
+            parser.add_argument(name, dest=option.name, **argument)
     given = vars(parser.parse_args(words)).items()
     return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given})
+
+
+def _filled(text: str) -> str:
+    """Paragraphs as wide as the terminal; indented ones are kept as they are."""
+    width = shutil.get_terminal_size().columns - 2
+    parts = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in parts)
 
 
 def spelled(name: str) -> str:
@@ -62,25 +99,33 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument(hint: Any, text: str, default: Any, read: Any) -> dict[str, Any]:
+def _argument(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
     """What argparse is told of a field."""
     if get_origin(hint) in (UnionType, Union):  # the latter of a Literal or None
         hint = next(one for one in get_args(hint) if one is not NoneType)
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
-    several: dict[str, Any] = {"default": default}
+        action = argparse.BooleanOptionalAction
+        return {"action": action, "default": default, "help": flag.help}
+    found: dict[str, Any] = {"default": default}
     if get_origin(hint) is tuple:
         hint, *others = get_args(hint)
-        several["nargs"] = 1 + len(others)
+        found["nargs"] = 1 + len(others)
         if others == [...]:  # those that are given do not come on top of the default
-            several = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
-        default = " ".join(map(str, default))
-    if default not in (None, ""):
-        text = f"{text} ({default})".lstrip()
+            found = {"nargs": "*" if flag.positional else "+", "default": argparse.SUPPRESS}
+            if flag.one_by_one:
+                found = {"default": argparse.SUPPRESS}
+            if not flag.positional:
+                found["action"] = "append" if flag.one_by_one else "extend"
+        default = " ".join(map(str, default)) if default is not None else None
+    elif flag.positional and default is not MISSING:
+        found["nargs"] = "?"
+    if default is MISSING:
+        del found["default"]
+    told = flag.default if default in (None, "", MISSING) else default
+    found["help"] = f"{flag.help} ({told})".lstrip() if told is not None else flag.help
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint), "help": text, **several}
-    kind = read or hint
-    return {"type": kind, "metavar": hint.__name__.upper(), "help": text, **several}
+        return {"choices": get_args(hint), "metavar": flag.metavar, **found}
+    return {"type": flag.read or hint, "metavar": flag.metavar or hint.__name__.upper(), **found}
 
 
 def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: int) -> int:

@@ -11,7 +11,6 @@ import torch
 
 import benchmarks
 from benchmarks import (
-    Shape,
     accuracy,
     check,
     check_cost,
@@ -76,7 +75,7 @@ def written(folder, name):
 
 def test_accuracy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(accuracy, "SHAPES", ((6, 12),))
-    assert accuracy.main(["--blocks", "1", "--out", str(tmp_path)]) == 0
+    assert accuracy.main(accuracy.Options(blocks=1, out=tmp_path)) == 0
     rows = written(tmp_path, "accuracy.json")["distances to the polynomial in float64, relative"]
     assert {row["spectrum"] for row in rows} == set(accuracy.SPECTRA)
 
@@ -93,7 +92,7 @@ def test_check_cost(tmp_path, capsys, monkeypatch):
     for param in params:
         param.grad = torch.ones(6, 4)
     monkeypatch.setattr(check_cost, "parameters", lambda device: (params[:1], params[1:]))
-    check_cost.main(["--steps", "1", "--out", str(tmp_path)])  # of so small a step it is too much
+    check_cost.main(check_cost.Options(steps=1, out=tmp_path))  # of so small a step it is too much
     spent = written(tmp_path, "check_cost_cpu.json")["checks_us"]
     assert spent["samestep.groups.group_checks:GroupChecks.check"] > 0
     assert "samestep.groups.mistakes:has_process_group" in spent
@@ -121,8 +120,8 @@ def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
         torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="fork")
 
     monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
-    words = ["--device", "cpu", "--width", "16", "--layers", "1", "--vocabulary", "8"]
-    gpu_breakdown.run(gpu_breakdown.arguments([*words, "--out", str(tmp_path)]), "as a test")
+    small = {"device": "cpu", "width": 16, "layers": 1, "vocabulary": 8}
+    gpu_breakdown.main(gpu_breakdown.Options(**small, out=tmp_path))
     content = written(tmp_path, "breakdown.json")
     assert [case["title"] for case in content["cases"]] == [c.title for c in gpu_breakdown.CASES]
 
@@ -130,10 +129,8 @@ def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
 def test_gpu_training(tmp_path, capsys, monkeypatch):
     text = torch.arange(2000).remainder(7).to(torch.uint8)
     monkeypatch.setattr(gpu_training, "load_corpus", lambda: Corpus(text, text, (), ()))
-    words = ["--device", "cpu", "--width", "16", "--layers", "1", "--steps", "3", "--seeds", "0"]
-    words += ["--sequences", "1", "--context", "8", "--out", str(tmp_path)]
-    options = gpu_training.parser_of("A test", 3, "").parse_args(words)
-    gpu_training.run(options, "as a test")
+    small = {"device": "cpu", "width": 16, "layers": 1, "sequences": 1, "context": 8}
+    gpu_training.main(gpu_training.TrainingOptions(**small, steps=3, seeds=(0,), out=tmp_path))
     content = written(tmp_path, "training_gpu.json")
     assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
 
@@ -155,21 +152,22 @@ def test_offload(tmp_path, capsys):
 def test_small_state(tmp_path, capsys, monkeypatch):
     text = torch.arange(2000).remainder(7).to(torch.uint8)
     monkeypatch.setattr(small_state, "load_corpus", lambda: Corpus(text, text, (), ()))
-    words = ["--device", "cpu", "--width", "32", "--layers", "1", "--out", str(tmp_path)]
-    small_state.main(["step", *words, "--rounds", "1", "--warmup", "1"])
+    small_model = {"device": "cpu", "width": 32, "layers": 1, "out": tmp_path}
+    small_state.main(small_state.Options(**small_model, rounds=1, warmup=1))
     rows = written(tmp_path, "step.json")["rows"]
     found = {(row["rule"], row["name"]): row["bytes_per_parameter"] for row in rows}
     wide, small = found["adamw", "samestep 32 bits"], found["adamw", "samestep 8bit"]
     assert 7.9 < wide < 8.1
     assert 2.2 < small < 2.3  # two codes, and two scales for 32 of them
-    words += ["--steps", "3", "--seeds", "0", "1", "--sequences", "1", "--context", "8"]
-    small_state.main(["train", *words, "--formats", "32 bits", "8bit"])
+    training = {**small_model, "steps": 3, "seeds": (0, 1), "sequences": 1, "context": 8}
+    formats = ("32 bits", "8bit")
+    small_state.main(small_state.Options(**training, mode="train", formats=formats))
     told = written(tmp_path, "train.json")["runs"]
     wide, small = ([run["final"] for run in told if run["form"] == f] for f in ("32 bits", "8bit"))
     assert len(wide) == 2
     assert wide != small
     assert wide == pytest.approx(small, rel=0.01)
-    small_state.main(["error", *words])
+    small_state.main(small_state.Options(**training, mode="error"))
     rows = written(tmp_path, "error.json")["rows"]
     found = {(row["rule"], row["form"]): row["mean"] for row in rows}
     assert len(found) == 2 * 3
@@ -178,7 +176,7 @@ def test_small_state(tmp_path, capsys, monkeypatch):
 
 
 def test_qk_clip(tmp_path, capsys):
-    qk_clip.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)])
+    qk_clip.main(qk_clip.Options(device="cpu", rounds=1, out=tmp_path))
     content = written(tmp_path, "qk_clip.json")
     (row,) = content["rows"]
     assert len(row["ms"]) == 4
@@ -189,7 +187,7 @@ def test_qk_clip(tmp_path, capsys):
 def test_small_state_codes(capsys, monkeypatch):
     text = torch.arange(2000).remainder(7).to(torch.uint8)
     monkeypatch.setattr(small_state_codes, "load_corpus", lambda: Corpus(text, text, (), ()))
-    small_state_codes.main(["--steps", "2", "--layers", "1", "--context", "8", "--rows", "1"])
+    small_state_codes.main(small_state_codes.Options(steps=2, layers=1, context=8, rows=1))
     lines = capsys.readouterr().out.splitlines()[2:]
     assert len(lines) == len(small_state_codes.codes())
 
@@ -198,13 +196,9 @@ def test_small_state_codes(capsys, monkeypatch):
 def test_overlap(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(overlap, "SHARDINGS", ("zero2",))
     monkeypatch.setattr(overlap, "ATTEMPTS", 1)
-    shape = Shape(width=16, layers=2, vocabulary=16, sequences=1, tokens=8)
-    overlap.main(
-        overlap.Options(
-            shape=shape, rounds=1, steps=3, clock="cpu", links=("middle",), only_main=True,
-            out=tmp_path,
-        )
-    )  # fmt: skip
+    small = {"width": 16, "layers": 2, "vocabulary": 16, "sequences": 1, "tokens": 8}
+    asked = {"rounds": 1, "steps": 3, "clock": "cpu", "links": ("middle",), "only_main": True}
+    overlap.main(overlap.Options(**small, **asked, out=tmp_path))
     assert written(tmp_path, "overlap.json")["options"]["rounds"] == 1
 
 
@@ -229,8 +223,8 @@ def test_presence(tmp_path, capsys):
 
 def test_survival(tmp_path, capsys):
     one = "polar-express gram kernels float16"
-    words = ["--blocks", "64", "--seconds", "0.1", "--only", one, "--out", str(tmp_path)]
-    assert survival.main(words) == 0
+    options = survival.Options(blocks=64, seconds=0.1, only=one, out=tmp_path)
+    assert survival.main(options) == 0
     [result] = written(tmp_path, "survival.json")["results"]
     assert result["name"] == one
 

@@ -109,11 +109,11 @@ def test_threads_that_take_the_cores_from_each_other(monkeypatch):
 
 def test_versions_that_are_missing_or_old(monkeypatch):
     usual = checks._version
-    monkeypatch.setattr(checks, "_version", lambda p: None if p in ("rich", "tyro") else usual(p))
+    monkeypatch.setattr(checks, "_version", lambda p: None if p in ("rich", "jinja2") else usual(p))
     monkeypatch.setattr(torch, "__version__", "2.8.1+cpu")
     told = {check.name: check for check in checks.versions()}
     assert told["of commands"].state == "note"
-    assert "without rich, tyro" in told["of commands"].value
+    assert "without rich, jinja2" in told["of commands"].value
     assert told["torch"].state == "broken"
     assert told["torch"].way_out == 'pip install "torch>=2.9"'
 
@@ -130,7 +130,7 @@ def test_what_raises_is_a_finding(monkeypatch):
 
 
 def test_it_runs_without_the_packages_of_commands(capsys, monkeypatch):
-    for name in ("rich", "tyro", "matplotlib", "jinja2", "jsonschema"):
+    for name in ("rich", "matplotlib", "jinja2", "jsonschema"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(checks, "step_on_two_ranks", lambda timeout: True)
     assert cli.main(["doctor", "--json"]) == 0

@@ -66,7 +66,7 @@ def test_safety_lets_values_that_rounding_has_lifted_stay():
 
 
 def test_the_command_prints_the_tables(capsys):
-    main([])
+    main()
     shown = capsys.readouterr().out
     assert "5 steps, from 0.001, slope 989.5:" in shown
     assert "4 steps, from 0.004095, slope 241.6:" in shown

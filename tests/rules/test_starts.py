@@ -184,7 +184,7 @@ def test_the_command_prints_the_page(monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.fewer_steps.LARGE", (8, 8))
     monkeypatch.setattr("benchmarks.fewer_steps.SHAPES", ((4, 6),))
     monkeypatch.setattr("benchmarks.fewer_steps.COUNT", 2)
-    main([])
+    main()
     shown = capsys.readouterr().out
     assert "| steep, 4 x 6 |" in shown
     assert shown.count("median / worst") == 2

@@ -345,7 +345,7 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(undisturbed, tmp_path, mon
 
 
 def test_torch_alone_is_enough(undisturbed, tmp_path, monkeypatch):
-    for name in ("rich", "matplotlib", "tyro", "jinja2", "jsonschema"):
+    for name in ("rich", "matplotlib", "jinja2", "jsonschema"):
         monkeypatch.setitem(sys.modules, name, None)
     run = Run(tmp_path / "out", undisturbed.data)
     assert train(1, words(*run, steps=2)) == [0]

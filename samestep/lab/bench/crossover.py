@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor
-from tyro.conf import arg
 
 from samestep.comm.collectives import (
     exchange_segments,
@@ -41,7 +40,7 @@ from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
 from samestep.tooling.output import check_folder, png_file
 from samestep.tooling.progress import Report, progress_bar
-from samestep.tooling.request import BadRequestError, number_of_ranks
+from samestep.tooling.request import BadRequestError, Flag, number_of_ranks
 from samestep.update.plain import Operand, StepScalars, update_elementwise
 
 
@@ -183,23 +182,24 @@ class Options:
         torchrun --nproc-per-node 4 -m samestep bench crossover
     """
 
-    world_size: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 2, or torchrun's)")
-    ] = None
-    """Number of ranks."""
+    world_size: Annotated[int | None, Flag("number of ranks", default="2, or torchrun's")] = None
     backend: Annotated[
         Backend | None,
-        arg(metavar="{gloo,nccl}", help_behavior_hint="(default: nccl if possible, else gloo)"),
+        Flag(
+            "what carries the data; nccl needs a CUDA device for every rank",
+            default="nccl if possible, else gloo",
+        ),
     ] = None
-    """What carries the data; nccl needs a CUDA device for every rank."""
-    sizes: tuple[int, ...] = tuple(2**power for power in range(6, 21))
-    """Elements of the parameters to measure."""
-    rounds: int = 30
-    """Measurements of each size and way; medians are compared."""
-    reduction: Reduction = "fast"
-    """As the optimizer's keyword: ordered adds in rank order."""
-    out: Path = Path("out/crossover")
-    """Folder for crossover.json and crossover.png; made if missing."""
+    sizes: Annotated[tuple[int, ...], "elements of the parameters to measure"] = tuple(
+        2**power for power in range(6, 21)
+    )
+    rounds: Annotated[int, "measurements of each size and way; medians are compared"] = 30
+    reduction: Annotated[Reduction, "as the optimizer's keyword: ordered adds in rank order"] = (
+        "fast"
+    )
+    out: Annotated[Path, "folder for crossover.json and crossover.png; made if missing"] = Path(
+        "out/crossover"
+    )
 
     def job(self, torchrun: TorchrunRank | None) -> tuple[int, Job]:
         """The number of ranks and what they do; BadRequestError if that cannot run here."""

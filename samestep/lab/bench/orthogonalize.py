@@ -33,7 +33,7 @@ from samestep.lab.bench.gpu.options import FOLDER, Contestant, SharedOptions, pe
 from samestep.lab.bench.gpu.report import Panel, Screen, accuracy_cells, begin, draw, leave, number
 from samestep.lab.common.floor import least_flops
 from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Flag
 
 # Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'
 
@@ -145,8 +145,8 @@ class Options(SharedOptions):
     variants: Annotated[tuple[str, ...], who(CONTESTANTS)] = ()
     out: Annotated[Path, FOLDER] = Path("out/bench-orthogonalize")
     rounds: Annotated[int, "turns of each contestant"] = 10
-    shape: Annotated[tuple[Shape, ...], "batches to orthogonalize, BxMxN", shape_of] = tuple(
-        map(shape_of, SHAPES)
+    shape: Annotated[tuple[Shape, ...], Flag("batches to orthogonalize, BxMxN", read=shape_of)] = (
+        tuple(map(shape_of, SHAPES))
     )
 
 

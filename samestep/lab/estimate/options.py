@@ -8,14 +8,12 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from samestep.groups.state_flags import OffloadWord, StateWord
 from samestep.lab.estimate.activations import Batch
 from samestep.lab.estimate.model import Model, layers_of
 from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Flag
 
 NAMES = {
     "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",
@@ -29,59 +27,73 @@ class Options:
     """Memory, traffic and time of an optimizer step, for any model on any cluster."""
 
     model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(
-            metavar="MODEL", help="a preset, a Hugging Face config.json, or PACKAGE:FACTORY"
+        str,
+        Flag(
+            "a preset, a Hugging Face config.json, or PACKAGE:FACTORY",
+            metavar="MODEL",
+            positional=True,
         ),
     ] = ""
-    mesh: str = "dp=8"
-    """Axes and sizes: dp=8,tp=2,pp=4,ep=8,replicate=2."""
-    ranks: int | None = None
-    """How many there are; the axes must make up that number."""
-    sharding: Literal["none", "zero1", "zero2", "zero3"] = "zero2"
-    """zero3 is FSDP2; the others hold whole parameters."""
-    buffers: Literal["per_parameter", "flat"] = "per_parameter"
-    """How gradients and parameters lie."""
-    offload: OffloadWord = "none"
-    """What stays in the host's memory between steps: state comes to the device in windows."""
-    hardware: str = "h200x8"
-    """A preset, or a file that --calibrate wrote."""
-    rule: Literal["muon", "adamw"] = "muon"
-    """For matrices; the rest is AdamW's."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of parameters and gradients; 16-bit parameters have 32-bit main copies."""
-    state: StateWord = "float32"
-    """How moments and momentum are kept."""
-    remainders: bool = False
-    """Of main copies keep only the 16 bits that bfloat16 parameters lack."""
-    overlap: bool = True
-    """Reduce inside backward, and with flat buffers gather inside the next forward."""
-    tokens: int = 0
-    """Of one rank per iteration: count activations and what layers send, simulate iterations."""
-    batch: int = 0
-    """The same in sequences, of --sequence tokens each."""
-    sequence: int = 0
-    """Tokens of a sequence."""
-    micro_batches: int = 0
-    """Parts of a rank's batch that run one after the other; 0: as many as pipeline stages."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again: nothing, all but products and attention, whole blocks."""
-    sequence_parallel: bool = False
-    """Ranks of tp share the sequence between matrices."""
-    stages_per_rank: int = 1
-    """Of a pipeline: 1 is 1F1B, more are interleaved."""
-    bucket_size: int | None = None
-    """Elements that travel together; chosen by ranks and links if left out."""
-    reserve: float | None = None
-    """Share of the device's memory to stay free: 0.3 for activations, 0.1 if they are counted."""
-    scaling: bool = False
-    """Plan 8, 16, ... 4096 ranks too: dp grows, other axes stay; with --out there is a picture."""
-    calibrate: bool = False
-    """Measure collectives and kernels on this machine and write the hardware file instead."""
-    world_size: int = 2
-    """Ranks that --calibrate starts."""
-    out: Path | None = None
-    """Folder for plan.json, plan.html and the timeline; with --calibrate for hardware.json."""
+    mesh: Annotated[str, "axes and sizes: dp=8,tp=2,pp=4,ep=8,replicate=2"] = "dp=8"
+    ranks: Annotated[int | None, "how many there are; the axes must make up that number"] = None
+    sharding: Annotated[
+        Literal["none", "zero1", "zero2", "zero3"],
+        "zero3 is FSDP2; the others hold whole parameters",
+    ] = "zero2"
+    buffers: Annotated[Literal["per_parameter", "flat"], "how gradients and parameters lie"] = (
+        "per_parameter"
+    )
+    offload: Annotated[
+        OffloadWord,
+        "what stays in the host's memory between steps: state comes to the device in windows",
+    ] = "none"
+    hardware: Annotated[str, "a preset, or a file that --calibrate wrote"] = "h200x8"
+    rule: Annotated[Literal["muon", "adamw"], "for matrices; the rest is AdamW's"] = "muon"
+    dtype: Annotated[
+        Literal["bfloat16", "float32"],
+        "of parameters and gradients; 16-bit parameters have 32-bit main copies",
+    ] = "bfloat16"
+    state: Annotated[StateWord, "how moments and momentum are kept"] = "float32"
+    remainders: Annotated[
+        bool, "of main copies keep only the 16 bits that bfloat16 parameters lack"
+    ] = False
+    overlap: Annotated[
+        bool, "reduce inside backward, and with flat buffers gather inside the next forward"
+    ] = True
+    tokens: Annotated[
+        int,
+        "of one rank per iteration: count activations and what layers send, simulate iterations",
+    ] = 0
+    batch: Annotated[int, "the same in sequences, of --sequence tokens each"] = 0
+    sequence: Annotated[int, "tokens of a sequence"] = 0
+    micro_batches: Annotated[
+        int, "parts of a rank's batch that run one after the other; 0: as many as pipeline stages"
+    ] = 0
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        "what backward computes again: nothing, all but products and attention, whole blocks",
+    ] = "none"
+    sequence_parallel: Annotated[bool, "ranks of tp share the sequence between matrices"] = False
+    stages_per_rank: Annotated[int, "of a pipeline: 1 is 1F1B, more are interleaved"] = 1
+    bucket_size: Annotated[
+        int | None, "elements that travel together; chosen by ranks and links if left out"
+    ] = None
+    reserve: Annotated[
+        float | None,
+        "share of the device's memory to stay free: 0.3 for activations, 0.1 if they are counted",
+    ] = None
+    scaling: Annotated[
+        bool,
+        "plan 8, 16, ... 4096 ranks too: dp grows, other axes stay; with --out there is a picture",
+    ] = False
+    calibrate: Annotated[
+        bool, "measure collectives and kernels on this machine and write the hardware file instead"
+    ] = False
+    world_size: Annotated[int, "ranks that --calibrate starts"] = 2
+    out: Annotated[
+        Path | None,
+        "folder for plan.json, plan.html and the timeline; with --calibrate for hardware.json",
+    ] = None
 
 
 def read_mesh(text: str, ranks: int | None, *, sequence_parallel: bool = False) -> Degrees:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from tyro.conf import arg
 
 import samestep
 from samestep.comm.nccl import sharing_problem
@@ -25,6 +24,7 @@ from samestep.launch import TorchrunRank
 from samestep.launch.forked import nccl_devices
 from samestep.tooling.request import (
     BadRequestError,
+    Flag,
     in_one_line,
     named_function,
     number_of_ranks,
@@ -49,11 +49,6 @@ QUICK: dict[str, Any] = {
 MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 
 
-def _unset(metavar: str, default: str) -> Any:
-    """How the help shows a flag that is None unless it is given."""
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclass(frozen=True)
 class Options:
     """Look for drift between ranks, layouts and a reference, and prove that it would be found.
@@ -70,50 +65,86 @@ class Options:
         samestep stress --compare A.json B.json     # what changed between two?
     """
 
-    quick: bool = False
-    """The cases that tell most, for a few steps; what is asked beside it is kept."""
-    scenario: Annotated[str, arg(metavar="NAME,...|all")] = "all"
-    """What happens to the gradients; --list shows all."""
-    layout: Annotated[str, arg(metavar="NAME|all|copies")] = "all"
-    """Where state and work live; --list shows all. copies: DTensors that have some elsewhere."""
-    world_size: Annotated[int | None, _unset("INT", "2, or torchrun's")] = None
-    """Number of ranks."""
-    backend: Annotated[Backend | None, _unset("{gloo,nccl}", "nccl under torchrun if possible")] = (
-        None
+    quick: Annotated[
+        bool, "the cases that tell most, for a few steps; what is asked beside it is kept"
+    ] = False
+    scenario: Annotated[
+        str, Flag("what happens to the gradients; --list shows all", metavar="NAME,...|all")
+    ] = "all"
+    layout: Annotated[
+        str,
+        Flag(
+            "where state and work live; --list shows all. copies: DTensors that have some "
+            "elsewhere",
+            metavar="NAME|all|copies",
+        ),
+    ] = "all"
+    world_size: Annotated[int | None, Flag("number of ranks", default="2, or torchrun's")] = None
+    backend: Annotated[
+        Backend | None,
+        Flag(
+            "what carries the data; nccl needs a CUDA device for every rank, or --share-gpus",
+            default="nccl under torchrun if possible",
+        ),
+    ] = None
+    share_gpus: Annotated[
+        bool, "with nccl: several ranks may have one GPU. Shows correctness and order, never speed"
+    ] = False
+    device: Annotated[
+        Device | None,
+        Flag(
+            "where ranks compute. Over gloo several may share a GPU. xla: one program, a device a "
+            "rank",
+            default="cuda with nccl",
+        ),
+    ] = None
+    steps: Annotated[int, "optimizer steps of every case"] = 1000
+    other_steps: Annotated[
+        int | None,
+        Flag(
+            "steps of all but dist_adamw_muon and dist_adamw_muon_random without flat buffers",
+            default="as --steps",
+        ),
+    ] = None
+    sample_every: Annotated[int, "steps between comparisons"] = 100
+    reduction: Annotated[
+        Reduction,
+        "as the optimizer's keyword. Ordered sums must be exactly equal, fast ones within limits",
+    ] = "ordered"
+    seed: Annotated[int, "of models and gradients"] = 0
+    model: Annotated[
+        str,
+        Flag(
+            "for scenarios that take any model: mypackage.mymodule:make_model, or "
+            "file.py:make_model",
+            metavar="tiny|gpt|PATH:FACTORY",
+        ),
+    ] = "tiny"
+    watchdog: Annotated[float, "seconds that a collective may take before it counts as a hang"] = (
+        10.0
     )
-    """What carries the data; nccl needs a CUDA device for every rank, or --share-gpus."""
-    share_gpus: bool = False
-    """With nccl: several ranks may have one GPU. Shows correctness and order, never speed."""
-    device: Annotated[Device | None, _unset("{cpu,cuda,xla}", "cuda with nccl")] = None
-    """Where ranks compute. Over gloo several may share a GPU. xla: one program, a device a rank."""
-    steps: int = 1000
-    """Optimizer steps of every case."""
-    other_steps: Annotated[int | None, _unset("INT", "as --steps")] = None
-    """Steps of all but dist_adamw_muon and dist_adamw_muon_random without flat buffers."""
-    sample_every: int = 100
-    """Steps between comparisons."""
-    reduction: Reduction = "ordered"
-    """As the optimizer's keyword. Ordered sums must be exactly equal, fast ones within limits."""
-    seed: int = 0
-    """Of models and gradients."""
-    model: Annotated[str, arg(metavar="tiny|gpt|PATH:FACTORY")] = "tiny"
-    """For scenarios that take any model: mypackage.mymodule:make_model, or file.py:make_model."""
-    watchdog: float = 10.0
-    """Seconds that a collective may take before it counts as a hang."""
-    lanes: int = 1
-    """Scenarios that run side by side, each on ranks of its own."""
-    goes_on: Annotated[bool, arg(name="continue")] = False
-    """Go on with an unfinished run of the same request in --out: run only the cases it lacks."""
-    out: Path = Path("out/stress")
-    """Folder for receipt.json and report.html; made if missing."""
-    mutants: bool = False
-    """Run the known bugs instead: each must be caught by the check that its story names."""
-    faults: bool = False
-    """Have ranks killed, stopped and led astray instead: the others must end and name them."""
-    compare: tuple[Path, Path] | None = None
-    """Say what changed between two receipts, and run nothing."""
-    list: bool = False
-    """Show the scenarios, layouts and mutants, and run nothing."""
+    lanes: Annotated[int, "scenarios that run side by side, each on ranks of its own"] = 1
+    goes_on: Annotated[
+        bool,
+        Flag(
+            "go on with an unfinished run of the same request in --out: run only the cases it "
+            "lacks",
+            name="continue",
+        ),
+    ] = False
+    out: Annotated[Path, "folder for receipt.json and report.html; made if missing"] = Path(
+        "out/stress"
+    )
+    mutants: Annotated[
+        bool, "run the known bugs instead: each must be caught by the check that its story names"
+    ] = False
+    faults: Annotated[
+        bool, "have ranks killed, stopped and led astray instead: the others must end and name them"
+    ] = False
+    compare: Annotated[
+        tuple[Path, Path] | None, "say what changed between two receipts, and run nothing"
+    ] = None
+    list: Annotated[bool, "show the scenarios, layouts and mutants, and run nothing"] = False
 
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""

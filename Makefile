@@ -224,7 +224,7 @@ $(MATRIX)/.installed:
 	touch $@
 
 bench: venv
-	$(PY) -m benchmarks.cpu_step --out out/bench
+	$(PY) -m benchmarks.two_ranks --out out/bench
 
 clean:
 	rm -rf $(VENV) $(XLA_VENV) $(INTEGRATIONS) $(MATRIX) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \

@@ -11,15 +11,18 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-import samestep
+from samestep.lab.bench.gpu.report import describe
+from samestep.lab.bench.step_contestants import with_gradients
+from samestep.lab.common.provenance import versions
 from samestep.models.gpt import GPTConfig
+from samestep.models.parameter_sets import gpt
 from samestep.tooling.output import json_file, write_files
 from samestep.tooling.request import BadRequestError, parse_flags
 
 HEAD_WIDTH = 64
-VERSIONS = {"samestep": samestep.__version__, "torch": torch.__version__}
+Parameters = list[nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ def gpt_config(width: int, layers: int, **more: Any) -> GPTConfig:
     return GPTConfig(width=width, layers=layers, heads=heads, kv_heads=heads, **more)
 
 
+def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[Parameters, Parameters]:
+    """(matrices, all other parameters) of a GPT on a CPU, with random values and gradients."""
+    matrices, tables = gpt(width, layers, vocabulary)
+    norms = ((width,),) * (2 * layers + 1)
+    cpu = torch.device("cpu")
+    return with_gradients(matrices, cpu), with_gradients((*norms, *tables), cpu)
+
+
 def timed(call: Callable[[], object]) -> float:
     """Seconds from a barrier to the end of a call on this rank."""
     dist.barrier()
@@ -55,6 +66,16 @@ def batch(shape: Any, number: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+def teller(rank: int, rounds: int) -> Callable[[int], None]:
+    """What tells of rounds that are done, on one rank."""
+
+    def tell(done: int) -> None:
+        if rank == 0:
+            print(f"round {done} of {rounds}", flush=True)
+
+    return tell
+
+
 def slowest(seconds: float) -> float:
     """Of all ranks."""
     longest = torch.tensor(seconds, dtype=torch.float64)
@@ -62,20 +83,28 @@ def slowest(seconds: float) -> float:
     return longest.item()
 
 
-def heading(script: str, options: Any, load_before: float | None = None) -> dict[str, Any]:
+def heading(
+    script: str,
+    options: Any,
+    load_before: float | None = None,
+    device: torch.device | None = None,
+) -> dict[str, Any]:
     """How a receipt begins: what was asked, of what, and where; with the load, what else matters.
 
     load_before: that of the machine when the benchmark began.
     """
+    asked = asdict(options).items()
     found: dict[str, Any] = {
         "command": f"python -m benchmarks.{script}",
-        "options": {**asdict(options), "out": str(options.out)},
-        "versions": VERSIONS,
+        "options": {key: str(v) if isinstance(v, Path) else v for key, v in asked},
+        "versions": versions(),
         "machine": platform.machine(),
+        "cpus": os.cpu_count(),
     }
+    if device is not None:
+        found["device"] = describe(device)
     if load_before is not None:
-        load = [load_before, os.getloadavg()[0]]
-        found |= {"python": platform.python_version(), "cpus": os.cpu_count(), "load": load}
+        found["load"] = [load_before, os.getloadavg()[0]]
     return found
 
 

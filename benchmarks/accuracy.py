@@ -15,12 +15,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from benchmarks import run_script, write_json
+from benchmarks import heading, run_script, write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
 from samestep.lab.bench.gpu.measure import our_reference, polynomial
 from samestep.lab.bench.gpu.options import make_importable, peer
-from samestep.lab.bench.gpu.report import describe
 from samestep.lab.bench.orthogonalize import Function
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize
 from samestep.tooling.request import Flag
@@ -122,10 +121,7 @@ def main(options: Options) -> int:
             texts = (f"{cell['median']:.5f} / {cell['worst']:.5f}" for cell in cells.values())
             print(f"{f'{shape[0]}x{shape[1]} {kind}':26s}" + "".join(f"{t:>24s}" for t in texts))
     receipt = {
-        "command": "python -m benchmarks.accuracy",
-        "blocks": options.blocks,
-        "torch": torch.__version__,
-        "machine": describe(device)["name"],
+        **heading("accuracy", options, device=device),
         "distances to the polynomial in float64, relative": rows,
     }
     write_json(options.out, "accuracy.json", receipt)

@@ -1,11 +1,10 @@
 """What the checks of every step cost: those that the register of assumptions names, timed in place.
 
-On a GPU the parameters are those of `samestep bench step --set gpt-1280`, on a CPU those of
-`benchmarks.cpu_step` at width 256; in one process, so that checks which only ranks have are not in
+On a GPU the parameters are those of `samestep bench step --set gpt-1280`, on a CPU those of a
+GPT of width 256; in one process, so that checks which only ranks have are not in
 it. A check is host time, and its share is that of the wall clock of the step.
 """
 
-import platform
 import statistics
 import sys
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 import samestep
-from benchmarks import VERSIONS, run_script, write_json
+from benchmarks import gpt_parameters, heading, run_script, write_json
 from samestep.lab.bench.gpu.measure import settle
 from samestep.lab.bench.step_contestants import make_parameters
 from samestep.models.parameter_sets import SETS
@@ -65,8 +64,6 @@ def _timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Call
 def parameters(device: torch.device) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(matrices, all others), with gradients."""
     if device.type == "cpu":
-        from benchmarks.cpu_step import gpt_parameters  # which needs more than torch
-
         return gpt_parameters(width=256, layers=6, vocabulary=8192)
     made = make_parameters(SETS["gpt-1280"], device)
     return made.matrices, made.others
@@ -115,7 +112,7 @@ def main(options: Options) -> int:
         print(f"{check:70} {spent:8.1f} us")
     total = sum(found["checks_us"].values())
     print(f"all {total:.1f} us of a step of {found['step_ms']:.2f} ms: {100 * found['share']:.3f}%")
-    receipt = {"versions": VERSIONS, "machine": platform.machine(), **found}
+    receipt = {**heading("check_cost", options, device=device), **found}
     write_json(options.out, f"check_cost_{device.type}.json", receipt)
     return int(found["share"] > BAR)
 

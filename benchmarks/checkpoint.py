@@ -10,8 +10,9 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import samestep
-from benchmarks import run_script, slowest, timed, write_json
-from benchmarks.cpu_step import gpt_parameters
+from benchmarks import gpt_parameters, heading, run_script, slowest, timed, write_json
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 
@@ -64,8 +65,8 @@ def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
     opt.step()
     for param in model.parameters():
         param.grad = None
-    seconds: dict[str, list[float]] = {}
-    extra = 0
+    blocked: list[float] = []
+    extra, written = 0, 0
 
     def save(target: Path) -> None:
         samestep.save(target, model, opt)
@@ -77,35 +78,39 @@ def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
     def background(target: Path) -> None:
         start = time.perf_counter()
         handle = samestep.async_save(target, model, opt)
-        blocked = slowest(time.perf_counter() - start)
+        blocked.append(slowest(time.perf_counter() - start))
         handle.wait()
-        seconds.setdefault("blocked", []).append(blocked)
 
     def unchecked(target: Path) -> None:
         with patch.object(storage, "checksum", lambda _: torch.zeros(())):
             save(target)
 
+    def turn(number: int, act: Callable[[Path], None]) -> float:
+        nonlocal extra, written
+        target, counted = folder / "checkpoint", act is save and number >= 0
+        if counted:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+        before = memory("VmRSS")
+        took = slowest(timed(partial(act, target)))
+        if counted:
+            extra = max(extra, memory("VmHWM") - before)
+        dist.barrier()
+        if rank == 0:
+            written = sum(file.stat().st_size for file in target.rglob("*"))
+            shutil.rmtree(target)
+        dist.barrier()
+        return took
+
     ways = {"ours": save, "dcp": plain, "ours unchecked": unchecked, "async": background}
-    for number in range(options.rounds):
-        for way, act in ways.items():
-            target = folder / f"{number} {way}"
-            if way == "ours" and number:
-                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-            before = memory("VmRSS")
-            seconds.setdefault(way, []).append(slowest(timed(partial(act, target))))
-            if way == "ours" and number:
-                extra = max(extra, memory("VmHWM") - before)
-            dist.barrier()
-            if rank == 0:
-                written = sum(file.stat().st_size for file in target.rglob("*"))
-                shutil.rmtree(target)
+    turns = {way: partial(turn, act=act) for way, act in ways.items()}
+    seconds = in_rounds(turns, options.rounds - 1, warmup=1)
     held = sum(t.nbytes for state in opt.state.values() for t in state.values())
     held += sum(param.nbytes for param in model.parameters())
     return {
-        "seconds": {way: taken[1:] for way, taken in seconds.items()},
+        "seconds": {**seconds, "blocked": blocked[1:]},
         "held": held,
         "extra": extra,
-        "written": written if rank == 0 else 0,
+        "written": written,
     }
 
 
@@ -140,8 +145,7 @@ def main(options: Options) -> None:
         bars.append([name, f"{value:.3f}", bar, "met" if met[name] else "not met"])
     screen.table("", ("", "found", "bar", ""), bars)
     content = {
-        "options": {**asdict(options), "out": str(options.out)},
-        "torch": torch.__version__,
+        **heading("checkpoint", options),
         "bars": BARS,
         "found": found,
         "met": met,

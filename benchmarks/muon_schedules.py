@@ -10,10 +10,10 @@ uneven), or because it is on the link or behind others there (exposed communicat
 import json
 import math
 import os
-import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
@@ -25,10 +25,11 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
-from benchmarks import VERSIONS, Shape, run_script
+from benchmarks import Shape, heading, load_line, run_script, teller
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import Look, Panel, Trace, chrome_trace, picture
 from examples.gpt import GPT, GPTConfig
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.launch.forked import run_forked
 from samestep.optimizer.step import Handlers, execute
 from samestep.plan.schedule import Operation, Schedule, describe_operation
@@ -405,15 +406,13 @@ def on_rank(rank: int, options: Options, shape: Shape, link: ModelledLink) -> Ra
         speeds = calibrate(trainings[CASES[-1]], options)
         for training in trainings.values():
             training.step(speeds[FREE])
-        traces: dict[tuple[Case, str], list[Trace]] = {
-            (case, name): [] for case in CASES for name in (FREE, *LINKS)
-        }
-        for number in range(options.rounds):
-            turns = list(traces)
-            for case, name in turns if number % 2 else reversed(turns):
-                traces[case, name].append(trainings[case].step(speeds[name]))
-            if rank == 0:
-                print(f"round {number + 1} of {options.rounds}", flush=True)
+
+        def turn(_: int, case: Case, name: str) -> Trace:
+            return trainings[case].step(speeds[name])
+
+        keys = [(case, name) for case in CASES for name in (FREE, *LINKS)]
+        turns = {key: partial(turn, case=key[0], name=key[1]) for key in keys}
+        traces = in_rounds(turns, options.rounds, tell=teller(rank, options.rounds))
     chunks = {case: training.chunks for case, training in trainings.items()}
     return RankResult(speeds, traces, trainings[CASES[0]].parameters, chunks)
 
@@ -435,13 +434,12 @@ def traces_of(ranks: Sequence[RankResult], case: Case, link: str, number: int) -
 
 def run(options: Options) -> None:
     check_folder(options.out)
-    load = [os.getloadavg()[0]]
+    load = os.getloadavg()[0]
     shape = replace(SHAPE, width=options.width, layers=options.layers)
     link = ModelledLink(options.ranks, options.clock)
     ranks: list[RankResult] = run_forked(
         options.ranks, on_rank, options, shape, link, timeout=math.inf, collective_timeout=300.0
     )
-    load.append(os.getloadavg()[0])
     first = ranks[0]
     steps = {
         key: [measure(traces_of(ranks, *key, number)) for number in range(options.rounds)]
@@ -458,20 +456,13 @@ def run(options: Options) -> None:
     print("ms, medians of steps; exposed and idle are means over ranks.")
     print(*verdicts(rows), sep="\n")
     print("MB/s:", ", ".join(f"{name} {speed:.1f}" for name, speed in bandwidths.items()))
-    print(f"load of this machine before and after: {load[0]:.1f}, {load[1]:.1f}")
     receipt = {
-        "command": "python -m benchmarks.muon_schedules",
-        **{key: getattr(options, key) for key in ("ranks", "rounds", "clock", "latency")},
+        **heading("muon_schedules", options, load),
         "shape": asdict(shape),
         "ratios": dict(zip(LINKS, options.ratios, strict=True)),
         "megabytes_per_second": bandwidths,
         "parameters": first.parameters,
         "chunks": {case.title: count for case, count in first.chunks.items()},
-        "versions": VERSIONS,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "load": load,
         "rows": rows,
         "traces": {
             name: {"title": title, "ranks": [asdict(trace) for trace in traces]}
@@ -483,6 +474,7 @@ def run(options: Options) -> None:
         TRACE: chrome_trace(dict(shown.values())),
     }
     write_files(options.out, files)
+    print(load_line(receipt))
     print(f"written to {options.out}: {', '.join(files)}")
 
 
@@ -499,7 +491,7 @@ def draw(folder: Path) -> None:
     }
     speed, shape = receipt["megabytes_per_second"]["middle"], receipt["shape"]
     about = (
-        f"{receipt['ranks']} ranks under FSDP2, {shape['layers']} layers of width "
+        f"{receipt['options']['ranks']} ranks under FSDP2, {shape['layers']} layers of width "
         f"{shape['width']}, a link of {speed:.0f} MB/s"
     )
     made = pictures(shown, about)

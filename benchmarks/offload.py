@@ -369,8 +369,7 @@ def trained(options: Options, offload: str | None) -> dict[str, Any]:
 
 def main(options: Options) -> None:
     content = run_steps(options) if options.mode == "step" else run_training(options)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    found = {**heading("offload", options), "device": device, **content}
+    found = {**heading("offload", options, device=torch.device(options.device)), **content}
     write_json(options.out, "offload.json", found)
 
 

@@ -10,6 +10,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from benchmarks import Shape, batch, gpt_config, heading, load_line, run_script
+from benchmarks import Shape, batch, gpt_config, heading, load_line, run_script, teller
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
 from examples.gpt import GPT, GPTConfig
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.tooling.output import check_folder, json_file, write_files
@@ -343,16 +345,13 @@ def on_rank(rank: int, options: Options, link: ModelledLink) -> RankResult:
     speeds = calibrate(trainings[Case("zero2", True, True)], options)
     for training in trainings.values():
         training.run(speeds[FREE], 1)
-    samples: Samples = {
-        (case, name): [] for case, names in cases(options).items() for name in names
-    }
-    for number in range(options.rounds):
-        turns = list(samples)
-        for case, name in turns if number % 2 else reversed(turns):
-            found, _ = trainings[case].run(speeds[name], options.steps, skip_at=3)
-            samples[case, name].append(found)
-        if rank == 0:
-            print(f"round {number + 1} of {options.rounds}", flush=True)
+
+    def turn(_: int, case: Case, name: str) -> list[Sample]:
+        return trainings[case].run(speeds[name], options.steps, skip_at=3)[0]
+
+    keys = [(case, name) for case, names in cases(options).items() for name in names]
+    turns = {key: partial(turn, case=key[0], name=key[1]) for key in keys}
+    samples: Samples = in_rounds(turns, options.rounds, tell=teller(rank, options.rounds))
     recorder = samestep.FlightRecorder()
     link.take_names(recorder)
     traces = {}

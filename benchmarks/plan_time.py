@@ -10,11 +10,11 @@ buckets go in one level and in two.
 
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from benchmarks import run_script, slowest, write_json
+from benchmarks import heading, run_script, slowest, write_json
 from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.calibration import Measured, hardware, measure
@@ -114,29 +115,31 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None, hosts: int) -> Fo
             model = Decoder(config)
             trainings[f"{name}, {layout}"] = model, optimizer_of(model, layout, ranks, hosts)
     before = measure(rank, measured, SIDES, now)
-    seconds: dict[str, list[float]] = {key: [] for key in trainings}
     generator = torch.Generator().manual_seed(rank)
-    for number in range(rounds + 1):
-        turns = list(trainings.items())
-        for key, (model, optimizer) in turns if number % 2 else reversed(turns):
-            for param in model.parameters():
-                param.grad = torch.randn(param.shape, generator=generator)
-            dist.barrier()
-            if link is not None and hosts > 1:
-                machine = on_hosts(hardware(before, ranks), ranks, hosts)
-                link.set_speeds(speeds(machine, ranks // hosts))
-            elif link is not None:
-                link.set_speed(LATENCY, BANDWIDTH)
-            begun = now()
-            optimizer.step()
-            took = now() - begun
-            if link is not None:
-                link.set_speed(0.0, math.inf)
-                link.transfers.clear()
-            optimizer.zero_grad()
-            longest = slowest(took)
-            if number:
-                seconds[key].append(longest)
+
+    def turn(number: int, model: Decoder, optimizer: samestep.MuonAdamW) -> float:
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        dist.barrier()
+        if link is not None and hosts > 1:
+            machine = on_hosts(hardware(before, ranks), ranks, hosts)
+            link.set_speeds(speeds(machine, ranks // hosts))
+        elif link is not None:
+            link.set_speed(LATENCY, BANDWIDTH)
+        begun = now()
+        optimizer.step()
+        took = now() - begun
+        if link is not None:
+            link.set_speed(0.0, math.inf)
+            link.transfers.clear()
+        optimizer.zero_grad()
+        return slowest(took)
+
+    turns = {
+        key: partial(turn, model=model, optimizer=optimizer)
+        for key, (model, optimizer) in trainings.items()
+    }
+    seconds = in_rounds(turns, rounds, warmup=1)
     return Found(before, measure(rank, measured, SIDES, now), seconds)
 
 
@@ -236,16 +239,11 @@ def main(options: Options) -> None:
     within = sum(abs(row["error"]) <= BAR for row in rows)
     screen.say(f"{within} of {len(rows)} within {BAR:.0%}")
     content = {
-        "kind": "samestep plan time",
-        "format": 1,
+        **heading("plan_time", options, load[0]),
         "rows": rows,
         "within": within,
         "bar": BAR,
-        "clock": options.clock,
-        "hosts": hosts,
         "hardware": machines,
-        "load_average": {"before": load[0], "after": os.getloadavg()[0], "cpus": os.cpu_count()},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     name = options.clock if hosts == 1 else f"{hosts}_hosts"
     write_json(options.out, f"plan_time_{name}.json", content, indent=1)

@@ -20,8 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import samestep
 from benchmarks import heading, run_script, write_json
-from benchmarks.small_state import where
-from samestep.lab.bench.gpu.measure import in_turn, settle, take_turn, times_of
+from samestep.lab.bench.gpu.measure import in_rounds, take_turn, times_of
 from samestep.lab.bench.gpu.options import device_of
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.qk_clip import QKClip, QKHeads, largest_logits, logits
@@ -103,16 +102,16 @@ def training(rounds: int, device: torch.device) -> dict[str, Any]:
             clip.step()
         opt.zero_grad()
 
-    times: dict[str, list[float]] = {"without": [], "with QK-clip": []}
-    for number in range(-3, rounds):
-        for name in in_turn(list(times), max(0, number)):
-            looks = name == "with QK-clip"
-            clip = QKClip(opt, model, {"blocks.*.attention": heads}, tau=1e9) if looks else None
-            took = take_turn(partial(step, clip), device).ms
-            if number >= 0:
-                times[name].append(took)
-            if clip is not None:
-                clip.close()
+    def without(_: int) -> float:
+        return take_turn(partial(step, None), device).ms
+
+    def with_clip(_: int) -> float:
+        clip = QKClip(opt, model, {"blocks.*.attention": heads}, tau=1e9)
+        took = take_turn(partial(step, clip), device).ms
+        clip.close()
+        return took
+
+    times = in_rounds({"without": without, "with QK-clip": with_clip}, rounds, warmup=3)
     found = {name: times_of(own) for name, own in times.items()}
     for name, own in found.items():
         print(f"a step {name}: {own.median:.1f} ms, half of them within {own.middle_half:.1f}")
@@ -135,15 +134,11 @@ def main(options: Options) -> None:
     names: list[str] = []
     for layer in LAYERS[options.device]:
         torch.manual_seed(0)
-        asked = contestants(layer, device)
-        for call in asked.values():
-            for _ in range(3):
-                call()
-        settle(device)
-        times: dict[str, list[float]] = {name: [] for name in asked}
-        for number in range(options.rounds):
-            for name in in_turn(list(asked), number):
-                times[name].append(take_turn(asked[name], device).ms)
+        turns = {
+            name: lambda _, call=call: take_turn(call, device).ms
+            for name, call in contestants(layer, device).items()
+        }
+        times = in_rounds(turns, options.rounds, warmup=3)
         found = {name: times_of(own) for name, own in times.items()}
         if not names:
             names = list(found)
@@ -152,7 +147,7 @@ def main(options: Options) -> None:
         print(f"{shape:36}" + "".join(f"{found[name].median:26.3f}" for name in names))
         ms = {name: own._asdict() for name, own in found.items()}
         rows.append({"layer": layer._asdict(), "ms": ms})
-    content = {**heading("qk_clip", options), **where(device), "rows": rows}
+    content = {**heading("qk_clip", options, device=device), "rows": rows}
     write_json(
         options.out, "qk_clip.json", {**content, "training": training(options.rounds, device)}
     )

@@ -27,7 +27,7 @@ from benchmarks import gpu_training, heading, run_script, write_json
 from samestep.lab.bench.client.llama import set_rate
 from samestep.lab.bench.client.report import spread
 from samestep.lab.bench.client.training import LAST, Batches
-from samestep.lab.bench.gpu.measure import in_turn, settle, take_turn, times_of
+from samestep.lab.bench.gpu.measure import in_rounds, take_turn, times_of
 from samestep.lab.bench.gpu.options import device_of
 from samestep.lab.bench.step_contestants import with_gradients
 from samestep.models.gpt import GPT
@@ -147,14 +147,11 @@ def run_step(options: Options) -> None:
         torch.manual_seed(0)
         matrices, others = (with_gradients(some, device, one.dtype) for some in shapes)
         optimizers[one] = one.make([*matrices], [*others])
-    for optimizer in optimizers.values():
-        for _ in range(options.warmup):
-            optimizer.step()
-    settle(device)
-    times: dict[Entry, list[float]] = {one: [] for one in optimizers}
-    for number in range(options.rounds):
-        for one in in_turn(list(optimizers), number):
-            times[one].append(take_turn(optimizers[one].step, device).ms)
+    turns = {
+        one: lambda _, step=optimizer.step: take_turn(step, device).ms
+        for one, optimizer in optimizers.items()
+    }
+    times = in_rounds(turns, options.rounds, warmup=options.warmup)
     rows = []
     for one, optimizer in optimizers.items():
         own, per = times_of(times[one]), state_bytes(optimizer) / total
@@ -162,9 +159,8 @@ def run_step(options: Options) -> None:
         row = {"rule": one.rule, "name": one.name, "dtype": str(one.dtype)}
         rows.append({**row, "bytes_per_parameter": per, "ms": own._asdict()})
     content = {
-        **heading("small_state", options),
+        **heading("small_state", options, device=device_of(options.device)),
         "parameters": total,
-        **where(device),
         "rows": rows,
     }
     write_json(options.out, "step.json", content)
@@ -213,9 +209,8 @@ def run_train(options: Options) -> None:
     with torch.device("meta"):
         model = GPT(gpu_training.config_of(options))
     content = {
-        **heading("small_state", options),
+        **heading("small_state", options, device=device_of(options.device)),
         "parameters": sum(param.numel() for param in model.parameters()),
-        **where(device_of(options.device)),
     }
     for seed in options.seeds:
         for form in options.formats:
@@ -297,9 +292,8 @@ def run_error(options: Options) -> None:
         print(f"{rule:6} {form:18} {spans[0]:12.4f} {spans[-1]:12.4f} {mean:9.4f}")
         rows.append({"rule": rule, "form": form, "mean": mean, "spans": spans})
     content = {
-        **heading("small_state", options),
+        **heading("small_state", options, device=device_of(options.device)),
         "parameters": sum(weight.numel() for weight in weights),
-        **where(device),
         "steps_of_a_span": SPAN,
         "rows": rows,
         "losses": losses,
@@ -310,11 +304,6 @@ def run_error(options: Options) -> None:
 def gradient_of(param: nn.Parameter) -> Tensor:
     assert param.grad is not None
     return param.grad
-
-
-def where(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__, "samestep": samestep.__version__}
 
 
 def main(options: Options) -> None:

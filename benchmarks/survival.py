@@ -22,10 +22,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks import run_script, write_json
+from benchmarks import heading, run_script, write_json
 from benchmarks.hard_blocks import KINDS, Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
-from samestep.lab.bench.gpu.report import describe
 from samestep.rules.basin import FEW_ROWS, TOLERANCE, Coefficients, as_table, basin_of
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
@@ -314,10 +313,7 @@ def main(options: Options) -> int:
         worst = max(result.worst, result.worst_climbed, key=lambda worst: worst.excess)
         print(f"out of bounds: {result.name}: {worst.value:.4f} at {worst.where}")
     receipt = {
-        "command": "python -m benchmarks.survival",
-        "options": {**asdict(options), "out": str(options.out)},
-        "torch": torch.__version__,
-        "machine": describe(torch.device(options.device))["name"],
+        **heading("survival", options, device=torch.device(options.device)),
         "tolerance": TOLERANCE,
         "few_rows": FEW_ROWS,
         "results": [asdict(result) for result in results],

@@ -8,7 +8,7 @@ take three steps on the same data and must end with the same parameters.
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,59 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 from benchmarks import batch, gpt_config, heading, load_line, run_script, write_json
-from benchmarks.cpu_step import Twin
 from examples.gpt import GPT
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.models.gpt import mean_loss
 from samestep.tooling.output import check_folder
+
+# What users write today: one Newton-Schulz per matrix in fp32, beside torch's foreach AdamW
+
+
+class UnbatchedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon's algorithm without its bfloat16 cast, one matrix at a time.
+
+    torch's own class computes in bfloat16, which this kind of CPU emulates: a comparison
+    with it would measure the emulation.
+    """
+
+    def __init__(self, params: Sequence[Tensor], lr: float = 1e-3, weight_decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, mu = group["lr"], group["momentum"]
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                momentum = state["momentum"].lerp_(param.grad, 1 - mu)
+                X = param.grad.lerp(momentum, mu)
+                tall = X.shape[0] > X.shape[1]
+                X = X.T if tall else X
+                X = X / X.norm().clamp(min=1e-7)
+                for _ in range(5):
+                    A = X @ X.T
+                    B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+                    X = torch.addmm(X, B, X, beta=3.4445)
+                X = X.T if tall else X
+                param.mul_(1 - lr * group["weight_decay"])
+                param.add_(X, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
+
+
+class Twin:
+    """UnbatchedMuon for the matrices and torch.optim.AdamW(foreach=True) for the rest."""
+
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        self.muon = UnbatchedMuon(matrices)
+        self.adamw = torch.optim.AdamW(others, foreach=True)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
 
 # Training loops, each with its own copy of one GPT. Those of samestep work on the plain model. The
 # others are what users write today: a DistributedDataParallel model, and an optimizer that runs in
@@ -219,16 +266,18 @@ def run_contest(contest: Contest, options: Options, rank: int) -> Summary:
     difference = require_same_work(contest, field, model)
     # The floor has no communication and no optimizer.
     field = {FLOOR: Training(model, model, lambda: None, model.zero_grad), **field}
-    times = torch.zeros(len(field), contest.rounds, 3, dtype=torch.float64)
-    for number in range(-1, contest.rounds):  # the one below 0 warms up
-        entrants = list(enumerate(field.values()))
-        for index, training in entrants if number % 2 else reversed(entrants):
-            dist.barrier()
-            moments = training.iterate(*batch(options, CHECKED_STEPS + 1 + number))
-            if number >= 0:
-                times[index, number] = torch.tensor(moments)
+
+    def turn(number: int, training: Training) -> Moments:
+        dist.barrier()
+        return training.iterate(*batch(options, CHECKED_STEPS + 1 + number))
+
+    def tell(done: int) -> None:
         if rank == 0:
-            print(f"{contest.name}: round {number + 1} of {contest.rounds}", flush=True)
+            print(f"{contest.name}: round {done - 1} of {contest.rounds}", flush=True)
+
+    turns = {name: partial(turn, training=training) for name, training in field.items()}
+    moments = in_rounds(turns, contest.rounds, warmup=1, tell=tell)
+    times = torch.tensor([moments[name] for name in field], dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)  # an iteration ends when the last rank's does
     milliseconds = {
         name: dict(zip(KINDS, (1e3 * samples).T.tolist(), strict=True))

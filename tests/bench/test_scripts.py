@@ -15,7 +15,6 @@ from benchmarks import (
     check,
     check_cost,
     checkpoint,
-    cpu_step,
     gpu_breakdown,
     gpu_training,
     offload,
@@ -103,13 +102,6 @@ def test_checkpoint(tmp_path, capsys):
     checkpoint.main(checkpoint.Options(parameters=1e4, rounds=2, out=tmp_path))
     [ours] = written(tmp_path, "checkpoint.json")["ranks"][0]["seconds"]["ours"]
     assert ours > 0
-
-
-def test_cpu_step(tmp_path, capsys):
-    cpu_step.main(cpu_step.Options(widths=(16,), layers=1, vocabulary=8, rounds=1, out=tmp_path))
-    [found] = written(tmp_path, "cpu_step.json")["milliseconds"].values()
-    assert found["parameters"] == 12 * 16**2 + 3 * 16 + 2 * 8 * 16
-    assert found["flops_ratio"] == 1  # blocks so small are multiplied step by step
 
 
 @twin

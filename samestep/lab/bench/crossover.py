@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -31,6 +32,7 @@ from samestep.comm.collectives import (
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, receipt
 from samestep.groups.distribution import Reduction
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen, leave
 from samestep.lab.common.provenance import versions
 from samestep.launch import TorchrunRank, torchrun_rank
@@ -141,20 +143,21 @@ def _times(
 ) -> Tensor:
     """Milliseconds per step: (sizes, ways, rounds)."""
     ordered = job.reduction == "ordered"
-    pairs = [
-        [Way(size, group, device, ordered=ordered, sharded=sharded) for sharded in (False, True)]
+
+    def turn(_: int, way: Way, size: int) -> float:
+        return _milliseconds(way, size, control, device)
+
+    turns = {
+        (size, sharded): partial(
+            turn, way=Way(size, group, device, ordered=ordered, sharded=sharded), size=size
+        )
         for size in job.sizes
-    ]
-    times = torch.zeros(len(job.sizes), 2, job.rounds, dtype=torch.float64)
-    for number in range(WARMUP + job.rounds):
-        for index, pair in enumerate(pairs):
-            # Neither way is always the one that comes second.
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
-                elapsed = _milliseconds(pair[which], job.sizes[index], control, device)
-                if number >= WARMUP:
-                    times[index, which, number - WARMUP] = elapsed
-        report(number + 1, WARMUP + job.rounds)
-    return times
+        for sharded in (False, True)
+    }
+    in_all = WARMUP + job.rounds
+    times = in_rounds(turns, job.rounds, warmup=WARMUP, tell=lambda done: report(done, in_all))
+    ways = [[times[size, sharded] for sharded in (False, True)] for size in job.sizes]
+    return torch.tensor(ways, dtype=torch.float64)
 
 
 def _milliseconds(way: Way, size: int, control: RankGroup, device: torch.device) -> float:

@@ -8,7 +8,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,6 +24,8 @@ from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
 # Milliseconds by CUDA events, by the clock on a CPU, and their spread
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Turn(NamedTuple):
@@ -73,6 +75,28 @@ def times_of(values: Sequence[float]) -> Times:
 def in_turn(contestants: Sequence[T], round_number: int) -> list[T]:
     """All of them in an order of this round: who comes next to a heavy one finds a slower clock."""
     return random.Random(round_number).sample(contestants, len(contestants))
+
+
+def in_rounds(
+    calls: Mapping[K, Callable[[int], V]],
+    rounds: int,
+    *,
+    warmup: int = 0,
+    tell: Callable[[int], object] = lambda done: None,
+) -> dict[K, list[V]]:
+    """Call all of them in every round, in an order of that round; give what each call gave.
+
+    calls: Take the number of the round, which is below 0 in those that warm up and do not count.
+    tell: Hears after each round how many are done, warm-up included.
+    """
+    found: dict[K, list[V]] = {key: [] for key in calls}
+    for number in range(-warmup, rounds):
+        for key in in_turn(list(calls), number):
+            value = calls[key](number)
+            if number >= 0:
+                found[key].append(value)
+        tell(number + warmup + 1)
+    return found
 
 
 def settle(device: torch.device) -> None:

@@ -10,7 +10,7 @@ index.json, index.json.sha256    the layout, the only one that loads it; sizes a
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -19,19 +19,25 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
 from samestep.checkpoint.claims import ClaimError, entry_of, file_size, inside
 from samestep.checkpoint.logical import Tensors
-from samestep.checkpoint.ranks import Owners, Ranks, plan_alone, plan_together
+from samestep.checkpoint.ranks import Owners, Ranks, metadata_of, plan_alone, plan_together
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
+    BoxWriter,
     CheckpointError,
     Index,
-    Values,
+    RawWriter,
+    StoredCheckpoint,
     WritePlan,
     check_sizes,
     claims_of,
+    done,
     read_index,
     sizes_in,
     sync,
@@ -39,12 +45,7 @@ from samestep.checkpoint.storage import (
     write_index,
     write_json,
 )
-from samestep.checkpoint.torch_files import (
-    TorchFiles,
-    finish_with_torch,
-    torch_state_dict,
-    write_with_torch,
-)
+from samestep.checkpoint.torch_files import TorchFiles, TorchWriter, torch_state_dict
 
 FormatName = Literal["fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor", "dp_local"]
 # What Megatron calls it: every rank writes the boxes of parameters and state that it owns.
@@ -65,28 +66,26 @@ class Here(NamedTuple):
 # --- dp_local: writing -----------------------------------------------------------------------
 
 
-def write_locally(
-    folder: Path, rank: int, plan: WritePlan, values: Values, objects: Mapping[str, Any]
-) -> tuple[dict[str, int], str]:
-    """A rank's folder; gives the sizes of its files and the checksum of its index."""
-    own = folder / _name(rank)
-    own.mkdir()
-    places = write_boxes(own, rank, plan, values, objects)
-    write_index(own, plan.metadata, [places], {})
-    sync(own)
-    names = sorted(f"{own.name}/{file.name}" for file in own.iterdir())
-    return sizes_in(folder, names), (own / SUM).read_text()
+class LocalWriter(BoxWriter):
+    """Writes all that a rank holds into a folder of its own, with an index of its own."""
 
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        own = self.folder / _name(self.rank)
+        own.mkdir()
+        places = write_boxes(own, self.rank, plan.items, planner.resolve_data)
+        write_index(own, metadata_of(plan.items), places, {})
+        sync(own)
+        names = sorted(file.name for file in own.iterdir())
+        sums = MetadataIndex(own.name)
+        told = sizes_in(self.folder, [f"{own.name}/{name}" for name in names])
+        return done([WriteResult(sums, 0, (told, (own / SUM).read_text()))])
 
-def finish_locally(
-    folder: Path,
-    _: Metadata,
-    everyones: list[tuple[dict[str, int], str]],
-    facts: Mapping[str, Any],
-) -> None:
-    files = {name: size for sizes, _ in everyones for name, size in sizes.items()}
-    parts = [text for _, text in everyones]
-    write_json(folder / INDEX, {"format": FORMAT, **facts, "files": files, "parts": parts})
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        told = [found.storage_data for [found] in results]
+        files = {name: size for sizes, _ in told for name, size in sizes.items()}
+        parts = [text for _, text in told]
+        content = {"format": FORMAT, **self.facts, "files": files, "parts": parts}
+        write_json(self.folder / INDEX, content)
 
 
 def _name(rank: int) -> str:
@@ -96,7 +95,7 @@ def _name(rank: int) -> str:
 # --- dp_local: reading -----------------------------------------------------------------------
 
 
-class LocalFiles:
+class LocalFiles(StoredCheckpoint):
     """What some ranks have written, each by itself: who loads takes its own, others all.
 
     Raises unless as many ranks are here, in the layout that it was saved in.
@@ -194,24 +193,8 @@ class Format(NamedTuple):
     state_dict: Callable[[Tensors, Facts], Mapping[str, Any]]  # what is to be stored
     is_nested: bool  # its keys are then joined by dots
     plan: Callable[[DefaultSavePlanner, Owners, Ranks], WritePlan]
-    # A rank's files; gives what the first rank needs to know. Objects are what is no tensor.
-    write: Callable[[Path, int, WritePlan, Values, Mapping[str, Any]], Any]
-    finish: Callable[[Path, Metadata, list[Any], Facts], None]  # on the first rank
-    open: Callable[[Path, dict[str, Any], Here | None], "Stored"]
-
-
-class Stored(Protocol):
-    """A checkpoint on the disk: all files are there, in their sizes, and the index is right."""
-
-    folder: Path
-    content: dict[str, Any]
-    tensors: dict[str, TensorStorageMetadata]
-
-    def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Raise unless every bit is right of this share."""
-
-    def read(self, box: MetadataIndex) -> Tensor:
-        """The values of a box."""
+    writer: Callable[[Path, int, Facts], StorageWriter]  # of a rank's files, and of the index
+    open: Callable[[Path, dict[str, Any], Here | None], StoredCheckpoint]
 
 
 def _as_they_are(tensors: Tensors, _: Facts) -> Mapping[str, Any]:
@@ -219,13 +202,9 @@ def _as_they_are(tensors: Tensors, _: Facts) -> Mapping[str, Any]:
 
 
 FORMATS: dict[str, Format] = {
-    "fully_reshardable": Format(
-        _as_they_are, False, plan_together, write_boxes, write_index, Index
-    ),
-    "fsdp_dtensor": Format(
-        torch_state_dict, True, plan_together, write_with_torch, finish_with_torch, TorchFiles
-    ),
-    "dp_local": Format(_as_they_are, False, plan_alone, write_locally, finish_locally, LocalFiles),
+    "fully_reshardable": Format(_as_they_are, False, plan_together, RawWriter, Index),
+    "fsdp_dtensor": Format(torch_state_dict, True, plan_together, TorchWriter, TorchFiles),
+    "dp_local": Format(_as_they_are, False, plan_alone, LocalWriter, LocalFiles),
 }
 
 
@@ -238,7 +217,7 @@ def own_name(name: str) -> str:
     return found
 
 
-def open_checkpoint(folder: Path, here: Here | None = None) -> Stored:
+def open_checkpoint(folder: Path, here: Here | None = None) -> StoredCheckpoint:
     """What is in a folder; for who is `here`, or all of it, to look at and to convert."""
     with claims_of(folder):
         if not (folder / INDEX).is_file():

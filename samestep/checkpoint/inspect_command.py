@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.formats import WRITTEN_AS, Stored, open_checkpoint
+from samestep.checkpoint.formats import WRITTEN_AS, open_checkpoint
 from samestep.checkpoint.logical import name_and_key
-from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.storage import CheckpointError, StoredCheckpoint
 from samestep.tooling.request import BadRequestError, Flag
 
 # Of a folder that torch has written.
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
     return 0
 
 
-def contents(stored: Stored) -> dict[str, Any]:
+def contents(stored: StoredCheckpoint) -> dict[str, Any]:
     """What `--json` prints."""
     content = {**UNKNOWN, **stored.content}
     parameters: dict[str, dict[str, Any]] = {}

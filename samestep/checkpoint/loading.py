@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
+from samestep.checkpoint.formats import Here, LocalFiles, open_checkpoint
 from samestep.checkpoint.logical import (
     Remainders,
     Tensors,
@@ -23,7 +23,7 @@ from samestep.checkpoint.logical import (
 from samestep.checkpoint.ranks import all_ranks
 from samestep.checkpoint.saving import finish_background
 from samestep.checkpoint.state_conversion import ReadPlan, plan_reads
-from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.storage import CheckpointError, StoredCheckpoint
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
@@ -68,7 +68,7 @@ def load(
     ranks = all_ranks(f"load of {path}")
     here = Here(ranks.rank, ranks.size, [] if optimizer is None else optimizer.layout_lines())
 
-    def look() -> tuple[tuple[Stored, ReadPlan], bool]:
+    def look() -> tuple[tuple[StoredCheckpoint, ReadPlan], bool]:
         stored = open_checkpoint(folder.find(Path(path)), here)
         if isinstance(stored, TorchFiles) and stored.refusal and optimizer is not None:
             raise stored.refusal
@@ -115,16 +115,22 @@ def load(
 
 
 def read_into(
-    tensors: Tensors, stored: Stored, put: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    tensors: Tensors,
+    stored: StoredCheckpoint,
+    put: Callable[[Tensor, Tensor], object] | None = None,
 ) -> None:
-    """Put what is stored into the boxes that are here; torch finds out what overlaps."""
+    """Put what is stored into the boxes that are here; torch finds out what overlaps.
+
+    put: What is done with a box and its values; without it, boxes take them.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), Metadata(dict(stored.tensors)))
-    for item in planner.create_local_plan().items:
-        values = stored.read(item.storage_index)
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            values = values.narrow(dim, start, length)
-        put(planner.resolve_tensor(item).detach(), values)
+    plan = planner.create_local_plan()
+    if put is None:
+        stored.read_data(plan, planner).wait()
+    else:
+        for item in plan.items:
+            put(planner.resolve_tensor(item).detach(), stored.read_item(item))
 
 
 Entries = Mapping[str, TensorStorageMetadata]

@@ -4,6 +4,7 @@ Both look, plan and write in the same steps. After `async_save` training waits f
 not for the disk or for others; at most one save is in the background, which later calls wait for.
 """
 
+import io
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from samestep.checkpoint.folder import Unfinished
 from samestep.checkpoint.formats import FORMATS, WRITTEN_AS, FormatName, own_name
@@ -66,6 +68,22 @@ def value_in(state_dict: Mapping[str, Any], item: WriteItem) -> Tensor:
     """What a rank has now of a box."""
     tensor: Pieces = state_dict[item.index.fqn]
     return tensor.__get_tensor_shard__(item.index)
+
+
+class Boxes(DefaultSavePlanner):
+    """Gives a writer the values of one box at a time: from a model, from copies, or from files."""
+
+    def __init__(self, values: Values, objects: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._values, self._objects = values, objects
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type != WriteItemType.BYTE_IO:
+            values: Tensor = self._values(write_item)
+            return values.detach()
+        buffer = io.BytesIO()
+        torch.save(self._objects[write_item.index.fqn], buffer)
+        return buffer
 
 
 def objects_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +189,13 @@ def prepare(
 def write(prepared: Prepared, values: Values) -> None:
     """Write the files and move them to their place. Collective, on the group it was prepared on."""
     request, ranks, unfinished, folder, seen, plan = prepared
-    chosen, objects = FORMATS[request.format], objects_in(seen.state_dict)
+    writer = FORMATS[request.format].writer
+    boxes = Boxes(values, objects_in(seen.state_dict))
 
-    def write_mine() -> Any:
+    def write_mine() -> list[WriteResult]:
         try:
-            return chosen.write(folder, ranks.rank, plan, values, objects)
+            mine = writer(folder, ranks.rank, seen.facts)
+            return mine.write_data(SavePlan(plan.items), boxes).wait()
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is not there: do all ranks see the same disk?"
@@ -184,9 +204,9 @@ def write(prepared: Prepared, values: Values) -> None:
     def finish() -> None:
         if unfinished is not None:
             groups = of_all_stages([seen.facts["groups"], *(told for _, told in everyones)])
-            mine = [files for files, _ in everyones]
             facts = {**seen.facts, "groups": groups}
-            chosen.finish(folder, plan.metadata, mine, facts)
+            results = [files for files, _ in everyones]
+            writer(folder, ranks.rank, facts).finish(plan.metadata, results)
             unfinished.commit(request.keep)
 
     try:

@@ -3,8 +3,13 @@
 rank_0.bin, rank_1.bin, ...   boxes of tensors, each padded with zeros to a multiple of 64 bytes
 index.json                    where each box is, its checksum, and what the user gave
 index.json.sha256             of the index, for `sha256sum --check` too
+
+Formats are written and read through the doors of torch.distributed.checkpoint: a `StorageWriter`
+and a `StorageReader` each, which its planners fill and ask. `samestep.save` and `load` go through
+them, and so may anybody's `dcp.save` and `dcp.load` (`doors`).
 """
 
+import abc
 import ctypes
 import hashlib
 import json
@@ -14,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +30,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
 from samestep.checkpoint.claims import (
     ClaimError,
@@ -45,6 +59,7 @@ FORMAT = 1
 INDEX = "index.json"
 ALIGNMENT = 64
 AT_ONCE = 1 << 25  # bytes that are copied from a device or written at a time
+T = TypeVar("T")
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
@@ -61,6 +76,98 @@ class FileRange(NamedTuple):
     checksum: int
 
 
+class BoxWriter(StorageWriter, abc.ABC):
+    """A writer of one rank's boxes into a folder, and on the first rank of the index.
+
+    Plans are not changed on their way: they are complete before a writer is made.
+
+    Args:
+        folder: There already, on a disk that all ranks share.
+        rank: Whose boxes are written.
+        facts: Of the index, beside tensors; for `finish`.
+    """
+
+    def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
+        self.folder, self.rank, self.facts = folder, rank, facts
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept from one checkpoint to the next."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """The folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is the name of a folder."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+class StoredCheckpoint(StorageReader, abc.ABC):
+    """A checkpoint on the disk: all files are there, in their sizes, and the index is right."""
+
+    folder: Path
+    content: dict[str, Any]
+    tensors: dict[str, TensorStorageMetadata]
+
+    @abc.abstractmethod
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Raise unless every bit is right of this share."""
+
+    @abc.abstractmethod
+    def read(self, box: MetadataIndex) -> Tensor:
+        """The values of a box."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """What is read is the checkpoint that was opened."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(dict(self.tensors))
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """It is open."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Put stored values into the boxes that the plan asks for; the planner has them."""
+        for item in plan.items:
+            target = planner.resolve_tensor(item)
+            target.detach().copy_(self.read_item(item))
+            planner.commit_tensor(item, target)
+        return done(None)
+
+    def read_item(self, item: ReadItem) -> Tensor:
+        """What of a stored box belongs into a box here."""
+        values = self.read(item.storage_index)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            values = values.narrow(dim, start, length)
+        return values
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is the name of a folder."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def done(value: T) -> Future[T]:
+    """A future of what is there already."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 class WritePlan(NamedTuple):
     """What this rank writes; on the first rank also what all of them write."""
 
@@ -70,25 +177,36 @@ class WritePlan(NamedTuple):
 
 
 Places = dict[MetadataIndex, FileRange]
-Values = Callable[[WriteItem], Tensor]
+Values = Callable[[WriteItem], Any]  # a tensor, or bytes of what is none
 
 
 # --- writing -------------------------------------------------------------------------------
 
 
-def write_boxes(
-    folder: Path, rank: int, plan: WritePlan, values: Values, _: Mapping[str, Any]
-) -> Places:
+class RawWriter(BoxWriter):
+    """Writes the format of this module."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        places = write_boxes(self.folder, self.rank, plan.items, planner.resolve_data)
+        return done([WriteResult(index, place.size, place) for index, place in places.items()])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, the last file of a checkpoint."""
+        places = {found.index: found.storage_data for of_rank in results for found in of_rank}
+        write_index(self.folder, metadata, places, self.facts)
+
+
+def write_boxes(folder: Path, rank: int, items: Sequence[WriteItem], values: Values) -> Places:
     """Write a rank's boxes one after the other; they are on the disk when it returns.
 
     Checksums are computed meanwhile, of what is in memory and not of what was written.
     """
     name = f"rank_{rank}.bin"
     places: Places = {}
-    if not plan.items:
+    if not items:
         return places
     with ThreadPoolExecutor(1) as beside, (folder / name).open("xb", buffering=0) as file:
-        for item in plan.items:
+        for item in items:
             tensor = values(item).detach().contiguous()
             if tensor.device.type == "xla":  # read once; threads would write into one program
                 tensor = tensor.cpu()
@@ -119,11 +237,8 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
         done += file.write(view[done:])
 
 
-def write_index(
-    folder: Path, metadata: Metadata, everyones: Iterable[Places], facts: Mapping[str, Any]
-) -> None:
+def write_index(folder: Path, metadata: Metadata, places: Places, facts: Mapping[str, Any]) -> None:
     """Say where everything is that ranks have written; the last file of a checkpoint."""
-    places = {index: place for of_rank in everyones for index, place in of_rank.items()}
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -166,7 +281,7 @@ def sync(path: Path) -> None:
 # --- reading -------------------------------------------------------------------------------
 
 
-class Index:
+class Index(StoredCheckpoint):
     """What the index of a checkpoint says; every file it names is there, in its size.
 
     So is every box, and boxes are all of each tensor. Those of one rank need not be (`alone`).

@@ -4,7 +4,6 @@
 index.json, index.json.sha256                checksums of these files, options, and what was given
 """
 
-import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from samestep.checkpoint.archive import DTYPE_NAMES, layout_of, plain_dict, read_archive, shape_of
 from samestep.checkpoint.claims import (
@@ -45,10 +44,10 @@ from samestep.checkpoint.storage import (
     INDEX,
     CheckpointError,
     Files,
-    Values,
-    WritePlan,
+    StoredCheckpoint,
     check_sizes,
     claims_of,
+    done,
     sizes_in,
     write_json,
 )
@@ -102,36 +101,35 @@ def torch_state_dict(tensors: Tensors, facts: Mapping[str, Any]) -> dict[str, An
     return whole
 
 
-def write_with_torch(
-    folder: Path, rank: int, plan: WritePlan, values: Values, objects: Mapping[str, Any]
-) -> tuple[list[WriteResult], Checksums]:
-    """A rank's file; torch writes it, box by box."""
-    writer = _writer(folder)
-    # Torch names files by the place of a plan.
-    *_, mine = writer.prepare_global_plan([SavePlan([])] * rank + [SavePlan(plan.items)])
-    results = writer.write_data(mine, _Boxes(values, objects)).wait()
-    names = {result.storage_data.relative_path for result in results}
-    return results, _checksums(folder, names)
+class TorchWriter(dcp.FileSystemWriter):
+    """torch's own writer; with the checksums of its files, and our index beside them."""
 
+    def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
+        super().__init__(folder, overwrite=True)
+        self.set_up_storage_writer(is_coordinator=True)
+        self._rank, self._facts = rank, facts
 
-def finish_with_torch(
-    folder: Path,
-    metadata: Metadata,
-    everyones: list[tuple[list[WriteResult], Checksums]],
-    facts: Mapping[str, Any],
-) -> None:
-    _writer(folder).finish(metadata, [results for results, _ in everyones])
-    sums = _checksums(folder, [METADATA])
-    for _, of_rank in everyones:
-        sums |= of_rank
-    content = {"format": FORMAT, **facts, "files": sizes_in(folder, sums), "checksums": sums}
-    write_json(folder / INDEX, content)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # torch names files by the place of a plan.
+        *_, mine = self.prepare_global_plan([SavePlan([])] * self._rank + [plan])
+        results = super().write_data(mine, planner).wait()
+        sums = _checksums(Path(self.path), {each.storage_data.relative_path for each in results})
+        return done([*results, *(WriteResult(MetadataIndex(n), 0, s) for n, s in sums.items())])
 
-
-def _writer(folder: Path) -> dcp.FileSystemWriter:
-    writer = dcp.FileSystemWriter(folder, overwrite=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    return writer
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata as torch does, then the index."""
+        folder, sums = Path(self.path), Checksums()
+        files: list[list[WriteResult]] = [[] for _ in results]
+        for own, of_rank in zip(files, results, strict=True):
+            for each in of_rank:
+                if isinstance(each.storage_data, int):
+                    sums[each.index.fqn] = each.storage_data
+                else:
+                    own.append(each)
+        super().finish(metadata, files)
+        sums = _checksums(folder, [METADATA]) | sums
+        facts = {"format": FORMAT, **self._facts, "files": sizes_in(folder, sums)}
+        write_json(folder / INDEX, {**facts, "checksums": sums})
 
 
 def _checksums(folder: Path, names: Any) -> Checksums:
@@ -139,25 +137,10 @@ def _checksums(folder: Path, names: Any) -> Checksums:
     return {name: int(checksum(files.all_of(name))) for name in names}
 
 
-class _Boxes(DefaultSavePlanner):
-    """Gives torch the values of one box at a time."""
-
-    def __init__(self, values: Values, objects: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._values, self._objects = values, objects
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type != WriteItemType.BYTE_IO:
-            return self._values(write_item).detach()
-        buffer = io.BytesIO()
-        torch.save(self._objects[write_item.index.fqn], buffer)
-        return buffer
-
-
 # --- reading -------------------------------------------------------------------------------
 
 
-class TorchFiles:
+class TorchFiles(StoredCheckpoint):
     """A folder of torch's; with our index if `save` has written it, and without checksums if not.
 
     Nothing in it is executed. Its tensors are whole, and what is announced of them is compared
@@ -213,7 +196,10 @@ class TorchFiles:
                 for own, key in keys.items():
                     self._add(state_key(name, own), key)
         self.tensors, self.origins = self._found.tensors, self._found.origins
-        self.read = self._found.read
+
+    def read(self, box: MetadataIndex) -> Tensor:
+        """The values of a box."""
+        return self._found.read(box)
 
     def _translate(self, state: Mapping[str, Mapping[str, str]]) -> None:
         """State and options of an optimizer of others in our words."""

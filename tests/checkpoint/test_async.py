@@ -71,13 +71,14 @@ def slow(monkeypatch):
     may, problem = threading.Event(), []
     real = formats.FORMATS["fully_reshardable"]
 
-    def wait_then_write(*args):
-        may.wait(HANG)
-        if problem:
-            raise problem.pop()
-        return real.write(*args)
+    class Slowed(real.writer):
+        def write_data(self, plan, planner):
+            may.wait(HANG)
+            if problem:
+                raise problem.pop()
+            return super().write_data(plan, planner)
 
-    slowed = real._replace(write=wait_then_write)
+    slowed = real._replace(writer=Slowed)
     monkeypatch.setitem(formats.FORMATS, "fully_reshardable", slowed)
     yield may, problem
     may.set()

@@ -1,0 +1,85 @@
+"""Checkpoints of samestep for `torch.distributed.checkpoint.save` and `load`.
+
+    dcp.save(state_dict, storage_writer=Writer("runs/a/step_1000"))
+    dcp.load(state_dict, storage_reader=reader("runs/a/step_1000"))
+
+What goes by these doors has the form of `fully_reshardable`: it appears whole or not at all, has
+checksums, and loads on any number of ranks. `samestep.save` and `load` do by hand what torch's
+functions cannot: they know options of groups and state that is kept in fewer bits, agree on errors
+by name of the rank, save in the background without a plan where nothing but values has changed, and
+name ranks that have died.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from samestep.checkpoint import folder
+from samestep.checkpoint.formats import open_checkpoint
+from samestep.checkpoint.saving import facts_of
+from samestep.checkpoint.storage import CheckpointError, RawWriter, StoredCheckpoint
+
+
+class Writer(RawWriter):
+    """Writes a checkpoint of tensors that dcp.save has planned.
+
+    Args:
+        path: A folder that does not exist yet, on a disk that all ranks share.
+        extra: What JSON can have.
+        keep: Remove all but so many of the newest checkpoints beside it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None
+    ) -> None:
+        super().__init__(Path(path), 0, {})
+        self._path, self._extra, self._keep = Path(path), extra, keep
+        self._unfinished: folder.Unfinished | None = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make the folder that becomes the checkpoint, on one rank."""
+        self._unfinished = folder.Unfinished(self._path) if is_coordinator else None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what is no tensor: there is no pickle in these checkpoints."""
+        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if objects:
+            raise CheckpointError(
+                f"{objects[0]!r} is no tensor, and this format has tensors alone: give what JSON "
+                "can have as extra="
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank where all of them write."""
+        assert self._unfinished is not None
+        where = self._unfinished.folder.name
+        return [replace(plan, storage_data=(where, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write a rank's boxes into the folder that the plan names."""
+        name, self.rank = plan.storage_data
+        self.folder = self._path.with_name(name)
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index and move the folder to its place."""
+        assert self._unfinished is not None
+        self.facts = facts_of("fully_reshardable", len(results), [], self._extra)
+        try:
+            super().finish(metadata, results)
+            self._unfinished.commit(self._keep)
+        except BaseException:
+            self._unfinished.abandon()
+            raise
+
+
+def reader(path: str | os.PathLike[str]) -> StoredCheckpoint:
+    """Open a checkpoint of any format, or the newest in a folder, for dcp.load."""
+    return open_checkpoint(folder.find(Path(path)))

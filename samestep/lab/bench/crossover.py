@@ -207,8 +207,6 @@ class Options:
     def job(self, torchrun: TorchrunRank | None) -> tuple[int, Job]:
         """The number of ranks and what they do; BadRequestError if that cannot run here."""
         ranks = number_of_ranks(self.world_size, torchrun, least=2)
-        if not self.sizes:
-            raise BadRequestError("--sizes needs at least one number of elements")
         for size in self.sizes:
             if size < 1:
                 raise BadRequestError(f"--sizes must be at least 1, got {size}")

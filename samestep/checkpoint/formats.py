@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from samestep.checkpoint.claims import ClaimError, entry_of, file_size, inside
 from samestep.checkpoint.logical import Tensors
-from samestep.checkpoint.ranks import Owners, Ranks, metadata_of, plan_alone, plan_together
+from samestep.checkpoint.ranks import Owners, Ranks, plan_alone, plan_together
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
@@ -67,13 +67,17 @@ class Here(NamedTuple):
 
 
 class LocalWriter(BoxWriter):
-    """Writes all that a rank holds into a folder of its own, with an index of its own."""
+    """Writes all that a rank holds into a folder of its own, with an index of its own.
+
+    Plans have the metadata of this rank as `planner_data`: a list of boxes does not tell of tensors
+    that it has none of.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         own = self.folder / _name(self.rank)
         own.mkdir()
         places = write_boxes(own, self.rank, plan.items, planner.resolve_data)
-        write_index(own, metadata_of(plan.items), places, {})
+        write_index(own, plan.planner_data, places, {})
         sync(own)
         names = sorted(file.name for file in own.iterdir())
         sums = MetadataIndex(own.name)

@@ -4,16 +4,16 @@ They tell small things, on a group of any backend. Every element is written once
 as torch plans it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from samestep.checkpoint.storage import CheckpointError, WritePlan
+from samestep.checkpoint.storage import CheckpointError, WritePlan, in_boxes
 from samestep.comm.diagnosis.flight import attempt
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
@@ -100,20 +100,14 @@ def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> Wri
     """All that this rank holds, whoever else has it too. Collective."""
     _refuse_different_things(ranks.all_of(owners))
     items = planner.plan.items
-    return WritePlan(items, items, metadata_of(items))
-
-
-def metadata_of(items: Iterable[WriteItem]) -> Metadata:
-    """Of the tensors that some boxes are of."""
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors = {  # also those of which this rank has no box
+        name: in_boxes(tensor.shape, tensor.dtype, [])
+        for name, tensor in planner.state_dict.items()
+    }
     for item in items:
-        data = item.tensor_data
-        assert data is not None
-        found = tensors.setdefault(
-            item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
-        )
-        found.chunks.append(data.chunk)
-    return Metadata(dict(tensors))
+        assert item.tensor_data is not None
+        tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
+    return WritePlan(items, items, Metadata(dict(tensors)))
 
 
 def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:

@@ -195,7 +195,7 @@ def write(prepared: Prepared, values: Values) -> None:
     def write_mine() -> list[WriteResult]:
         try:
             mine = writer(folder, ranks.rank, seen.facts)
-            return mine.write_data(SavePlan(plan.items), boxes).wait()
+            return mine.write_data(SavePlan(plan.items, planner_data=plan.metadata), boxes).wait()
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is not there: do all ranks see the same disk?"

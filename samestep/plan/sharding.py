@@ -11,19 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import inf, prod
+from math import gcd, inf, prod
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
 
 from samestep.layout.blocks import Block, Shape
+from samestep.layout.boxes import Box
 from samestep.layout.flat_ranges import in_runs, rounded_up
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.plan.packing import PackedPart, Packing
 from samestep.rules.orthogonalize import block_flops
 from samestep.rules.rule import math_dtype
 from samestep.rules.state import StoredTensors
+from samestep.rules.stored import block_size
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 _size = attrgetter("size")  # of a piece
@@ -37,6 +39,7 @@ class ParamSpec(NamedTuple):
 
     shards: ranks that hold parts of each of the blocks: the plan counts an even share.
     stacks: a stack of experts that is cut between them: so many ranks hold others in their places.
+    grad_dtype: of its gradients; None: its own.
     """
 
     name: str
@@ -52,6 +55,17 @@ class ParamSpec(NamedTuple):
     whole: "ParamSpec | None" = None  # None: this is it
     stored: StoredTensors = StoredTensors()  # what is kept for it, by key
     sums: int = 0  # over each whole block, that its rule needs to finish
+    grad_dtype: torch.dtype | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """In which its values are."""
+        return _dtype_named(self.dtype)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which its gradients are."""
+        return self.grad_dtype or self.torch_dtype
 
     @property
     def numel(self) -> int:
@@ -61,15 +75,37 @@ class ParamSpec(NamedTuple):
         return -(-prod(self.shape) // self.shards)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the values that a rank holds."""
+        return self.numel * self.torch_dtype.itemsize
+
+    @property
     def math_dtype(self) -> torch.dtype:
         """In which its state is, and arithmetic is done."""
-        dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        return math_dtype(torch.empty(0, dtype=dtype, device="meta"))
+        return math_dtype(torch.empty(0, dtype=self.torch_dtype, device="meta"))
 
     @property
     def quantum(self) -> int:
         """The parameter is cut at multiples of so many elements: those that share a scale."""
         return max((how.per or 1 for how in self.stored.values()), default=1)
+
+    def refuse_cut_scales(self, boxes: Sequence[Box]) -> None:
+        """Raise if what shares a scale in 8 bits would lie on several ranks, which hold boxes."""
+        per = self.quantum
+        if per == 1:
+            return
+        starts = {box.offsets[-1] for box in boxes}
+        cuts = sorted(starts | {box.offsets[-1] + box.sizes[-1] for box in boxes})
+        wrong = next((cut for cut in cuts if cut % per), None)
+        if wrong is None:
+            return
+        fits = block_size(gcd(*cuts))
+        smaller = "" if fits is None else f'blocks of {fits} ("8bit/{fits}"), '
+        raise ValueError(
+            f"parameter {self.name!r}: its last dim, of {self.shape[-1]}, is cut at {wrong}, and "
+            f"in 8 bits {per} neighbours share a scale: give state_dtypes {smaller}another format, "
+            "or cut it by another dim"
+        )
 
     def whole_blocks(self, block: Block) -> tuple[Block, ...]:
         """The blocks of the whole parameter that one stands for: of every stack one."""
@@ -78,6 +114,11 @@ class ParamSpec(NamedTuple):
         assert self.blocks is not None
         assert self.whole.blocks is not None
         return self.whole.blocks[self.blocks.index(block) :: len(self.blocks)]
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
 
 
 class Piece(NamedTuple):
@@ -159,6 +200,11 @@ class Bucket:
     def size(self) -> int:
         """Elements in all, gaps included."""
         return sum(self._sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters in it, gaps included."""
+        return self.size * _dtype_named(self.dtype).itemsize
 
     @cached_property
     def count(self) -> int:

@@ -32,6 +32,7 @@ from samestep.shards.copies import Copies, find_copies, refuse_copies_nobody_ave
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.registry import KINDS, Kind, kind_of
 from samestep.shards.replicated.awaited import ParametersInFlight
+from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.inside_backward import LaunchOrder
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class Planner:
                     tuple(sum(map(of_whole, block.matrices)) for block in cut or ()),
                     stored=stored,
                     sums=len(rule.sums(group)) if is_summing(rule) else 0,
+                    grad_dtype=gradient_dtype(param),
                 )
                 members.append((self._place_of_use.get(param, -1), param, spec))
         members.sort(key=lambda member: member[0])

@@ -42,7 +42,6 @@ from samestep.plan.replicated_gradients import ReplicatedAlong, replicated_along
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import StoredTensors
-from samestep.shards.dtensor.local_shards import refuse_cut_scales
 from samestep.shards.local import KnownGroup, LocalParameters
 from samestep.shards.placement import PlanMembers
 from samestep.shards.registry import KINDS, kind_of, require_kind
@@ -337,7 +336,7 @@ def _parts(asked: _Request) -> Iterator[Placed]:
         lying = [held_as(spec.shape, over) for spec, over in zip(specs, overs, strict=True)]
         held = tuple(boxes for boxes, _ in lying)
         for spec, part in zip(specs, held, strict=True):
-            refuse_cut_scales(spec, part.boxes)  # as ranks would
+            spec.refuse_cut_scales(part.boxes)  # as ranks would
         if mesh in asked.copies:
             shares = tuple(map(even_share, specs, (own.boxes for own in held)))
             summands = tuple(_summands(grid, over) for over in overs)

@@ -19,9 +19,10 @@ from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.placed import Sharing
 from samestep.lab.estimate.work import owner_flops, shape_flops
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
+from samestep.plan.placement_plan import bytes_of, largest_block, legs_in_a_row
+from samestep.plan.sharding import ParamSpec
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
-from samestep.shards.replicated.planned import bytes_of, largest_block, legs_in_a_row, width_of
 
 PRODUCT_DTYPE = torch.float16  # of orthogonalization on accelerators
 
@@ -146,20 +147,22 @@ class Choices:
 def choices(plan: Blueprint, hardware: Hardware, within: float) -> Choices:
     """within: seconds of a step, or of an iteration."""
     buckets = [
-        _of_buckets(sharing, plan.grid, hardware)
-        for _, sharing in plan.reduced()
+        _of_buckets(sharing, plan.placements[number].specs, plan.grid, hardware)
+        for number, sharing in plan.reduced()
         if sharing.peers.size > 1
     ]
     return Choices(buckets, _of_owners(plan, hardware, within))
 
 
-def _of_buckets(sharing: Sharing, grid: Grid, hardware: Hardware) -> BucketChoice:
+def _of_buckets(
+    sharing: Sharing, specs: Sequence[ParamSpec], grid: Grid, hardware: Hardware
+) -> BucketChoice:
     fabric = hardware.fabric(sharing.peers, grid)
     params, _, buckets = sharing.even or sharing.plan
     in_bytes = bytes_of(params)
     given = sharing.distribution.bucket_size
     elements = given or bucket_elements(sum(spec.numel for spec in params), in_bytes, fabric)
-    largest = max(bucket.size * width_of(bucket.dtype) for bucket in buckets)
+    largest = max(bucket.nbytes for bucket in buckets)
     link = fabric.ring()
     begins = link.seconds(fabric.ranks, 0)
     exchanged = sharing.policy.on_cpu or sharing.policy.ordered
@@ -177,7 +180,7 @@ def _of_buckets(sharing: Sharing, grid: Grid, hardware: Hardware) -> BucketChoic
         fabric.per_host,
         fabric.hosts,
         one.seconds(fabric.ranks, largest),
-        fabric.seconds_in_two(largest, largest_block(sharing.planned.members.specs), in_a_row)
+        fabric.seconds_in_two(largest, largest_block(specs), in_a_row)
         if fabric.has_levels
         else None,
     )

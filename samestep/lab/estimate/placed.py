@@ -19,15 +19,13 @@ from samestep.layout.blocks import Block, Shape
 from samestep.plan.chunks import Chunk
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.mesh_shares import primary_blocks, shard_spec
+from samestep.plan.placement_plan import BlockPlan, BucketPlan
 from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.plan.schedule import PlacementShape, Stage
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import CollectivePolicy
 from samestep.rules.state import State, StoredTensors, block_state_shapes, state_shapes
-from samestep.shards.dtensor.planned import plan_chunks
-from samestep.shards.dtensor.planned import shape_of as shape_of_blocks
 from samestep.shards.replicated.buckets import gradient_dtype
-from samestep.shards.replicated.planned import ReplicatedPlan
 from samestep.shards.windows import OffloadUnit, Windows
 
 Groups = Sequence[Mapping[str, Any]]
@@ -52,7 +50,7 @@ class Sharing:
     summands: of each gradient, if the ranks of a mesh have summands of it.
     """
 
-    planned: ReplicatedPlan
+    planned: BucketPlan
     params: tuple[Tensor, ...]
     peers: Peers
     outer: Peers | None
@@ -74,7 +72,7 @@ class Sharing:
 
     @property
     def distribution(self) -> Distribution:
-        return self.planned.distribution
+        return self.planned.options
 
     def place(self, peer: int) -> int:
         """Which segment of a bucket is a peer's: in two levels those of a column lie together."""
@@ -131,7 +129,11 @@ class Spreading:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        return plan_chunks(self.specs, self.held, self.peers.size, self.distribution, self.device)
+        return self._plan.chunks
+
+    @cached_property
+    def _plan(self) -> BlockPlan:
+        return BlockPlan(self.specs, self.held, self.peers.size, self.distribution, self.device)
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
@@ -141,7 +143,7 @@ class Spreading:
     @property
     def shape(self) -> PlacementShape:
         """What the schedule of a rank depends on."""
-        return shape_of_blocks(self.chunks, self.distribution, self.specs, self.peers.size)
+        return self._plan.shape
 
 
 @dataclass(frozen=True)

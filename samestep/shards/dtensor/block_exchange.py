@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import Pending, gather_segments
-from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.layout.blocks import Shape
-from samestep.plan.chunks import OF_WHOLE, PlannedBlock, owned_blocks
+from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock, owned_blocks
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Sum, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.exact_sums import WIDTH, digits_of, nothing, total_of
@@ -26,7 +25,6 @@ from samestep.rules.stages import is_summing
 from samestep.rules.state import State
 from samestep.shards.dtensor.local_chunk import BlockShard, LocalChunk
 from samestep.shards.dtensor.local_shards import LocalShards
-from samestep.shards.dtensor.planned import plan_chunks, shape_of
 from samestep.shards.placement import Arrived
 from samestep.shards.windows import OffloadUnit
 from samestep.update.plain import (
@@ -48,12 +46,9 @@ if TYPE_CHECKING:
 class BlockExchange:
     """The plan for the blocks of one mesh, at work."""
 
-    def __init__(self, local: LocalShards, distribution: Distribution) -> None:
-        self._local = local
-        ranks, device = local.group.size, local.device
-        self.chunks = plan_chunks(local.specs, local.held, ranks, distribution, device)
-        self.shape = shape_of(self.chunks, distribution, local.specs, ranks)
-        local.owned = owned_blocks(self.chunks, local.group.rank, len(local.specs))
+    def __init__(self, local: LocalShards, chunks: Sequence[Chunk]) -> None:
+        self._local, self.chunks = local, chunks
+        local.owned = owned_blocks(chunks, local.group.rank, len(local.specs))
         self._local_chunks: list[LocalChunk] = []
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
 from samestep.rules.stages import is_staged
 from samestep.rules.state import GlobalElementIndex, State
-from samestep.rules.stored import block_size
 from samestep.update.plain import GroupMath, GroupMaths, Operand, put
 
 Slices = tuple[slice, ...]
@@ -137,25 +135,6 @@ def divided(slices: Slices, per: int) -> Slices:
     if per == 1:
         return slices
     return (*slices[:-1], slice(slices[-1].start // per, slices[-1].stop // per))
-
-
-def refuse_cut_scales(spec: ParamSpec, boxes: Sequence[Box]) -> None:
-    """Raise if what shares a scale in 8 bits would lie on several ranks, which hold these boxes."""
-    per = spec.quantum
-    if per == 1:
-        return
-    starts = {box.offsets[-1] for box in boxes}
-    cuts = sorted(starts | {box.offsets[-1] + box.sizes[-1] for box in boxes})
-    wrong = next((cut for cut in cuts if cut % per), None)
-    if wrong is None:
-        return
-    fits = block_size(gcd(*cuts))
-    smaller = "" if fits is None else f'blocks of {fits} ("8bit/{fits}"), '
-    raise ValueError(
-        f"parameter {spec.name!r}: its last dim, of {spec.shape[-1]}, is cut at {wrong}, and in 8 "
-        f"bits {per} neighbours share a scale: give state_dtypes {smaller}another format, or cut "
-        "it by another dim"
-    )
 
 
 def refuse_unstaged(spec: ParamSpec, group: Group) -> None:

@@ -15,7 +15,7 @@ from samestep.comm.meshes import gather_shards, held, mesh_group, replicated_her
 from samestep.layout.boxes import Box, Shape
 from samestep.plan.layouts import Key, RankBoxes, whole
 from samestep.plan.sharding import ParamSpec
-from samestep.shards.dtensor.local_shards import placed_beside, refuse_cut_scales
+from samestep.shards.dtensor.local_shards import placed_beside
 from samestep.shards.state_store import Part, StateStore, boxes_of_ranks
 
 
@@ -32,7 +32,7 @@ class MeshLayout:
         number: Which of these meshes this is.
 
     Raises:
-        ValueError: A placement that is not supported, or one that cuts what shares a scale.
+        ValueError: A placement that is not supported.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class MeshLayout:
                 self.held.append(held(param, self.group))
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
-            refuse_cut_scales(spec, self.held[-1].boxes)
         self.boxes = [of_param.boxes[self.group.rank] for of_param in self.held]
         self.replicated = replicated_here(self.params, mesh, everyone or self.group, number)
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
-from samestep.plan.mesh_shares import PrimaryBlock, block_owners, primary_blocks
-from samestep.plan.sharding import Piece, ShardingPlan
+from samestep.plan.mesh_shares import PrimaryBlock, block_owners
+from samestep.plan.placement_plan import RankPlan
+from samestep.plan.sharding import Piece
 from samestep.rules.state import GlobalElementIndex, State, global_element_index
 from samestep.shards.dtensor.block_exchange import BlockExchange
 from samestep.shards.dtensor.local_shards import LocalShards, refuse_unstaged
@@ -28,22 +28,12 @@ class PrimaryBlocks:
     shards: what this rank holds of them.
     exchange: brings them together in the mesh.
     owners: who of the mesh owns which of them.
-
-    Args:
-        plan: Restricted to the shards of this rank.
-        place: Of this rank among those with copies.
     """
 
-    def __init__(
-        self,
-        plan: ShardingPlan,
-        layout: MeshLayout,
-        place: int,
-        distribution: Distribution,
-        device: torch.device,
-    ) -> None:
-        self._specs = plan.params
-        self.items = primary_blocks(plan, layout.held, place)
+    def __init__(self, plan: RankPlan, layout: MeshLayout, device: torch.device) -> None:
+        assert plan.blocks is not None
+        self._specs = plan.specs
+        self.items = plan.primary_blocks()
         # A rank of the mesh may hold nothing of a block: experts of others, or rows that others
         # have all of.
         self._has_some = [bool(item.held.boxes[layout.group.rank].numel) for item in self.items]
@@ -60,8 +50,8 @@ class PrimaryBlocks:
             [_whereabouts(item) for item in self.items],
             counted=[item.counted for item in self.items],
         )
-        self.exchange = BlockExchange(self.shards, distribution)
-        self.owners = block_owners(self.items, self.exchange.chunks, layout.group.rank)
+        self.exchange = BlockExchange(self.shards, plan.blocks.chunks)
+        self.owners = block_owners(self.items, plan.blocks.chunks, layout.group.rank)
         self.end_step()
 
     def prepare(self, groups: Sequence[Group]) -> None:

@@ -24,6 +24,7 @@ from samestep.layout.blocks import Shape
 from samestep.layout.boxes import Box, local_of, mesh_of
 from samestep.plan.chunks import Key as BlockKey
 from samestep.plan.layouts import Key
+from samestep.plan.placement_plan import Topology, plan_placement
 from samestep.plan.schedule import OfBucket, Stage, WindowId
 from samestep.rules.noise import Origin
 from samestep.rules.state import (
@@ -76,6 +77,8 @@ class ShardedParameters(Placement):
         self._distribution = distribution
         try:
             self.layout = MeshLayout(self.params, self.specs, mesh)
+            topology = Topology(self.device, held=tuple(self.layout.held))
+            plan = plan_placement(self.specs, distribution, topology)
         except ValueError as problem:
             self._tell(problem)
             raise
@@ -89,8 +92,9 @@ class ShardedParameters(Placement):
             share=self.group.size / ranks,
         )
         self._sums: Mapping[Tensor, DTensor] = {}  # gradients of which others alone had summands
-        self.exchange = BlockExchange(self.shards, distribution)
-        self.shape = self.exchange.shape
+        of_rank = plan.on_rank(0, self.group.rank)
+        assert of_rank.blocks is not None
+        self.exchange, self.shape = BlockExchange(self.shards, of_rank.blocks.chunks), of_rank.shape
         lines = [
             *distribution.lines(),
             *self.lines(),

@@ -19,7 +19,7 @@ from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import describe_kernels
 from samestep.layout.boxes import mesh_of
-from samestep.plan.mesh_shares import even_share, shard_spec
+from samestep.plan.placement_plan import BucketPlan, RankPlan, Topology, plan_placement
 from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
@@ -31,12 +31,10 @@ from samestep.shards.replicated.buckets import (
     CopiedParameters,
     GradientBuckets,
     ParameterBuckets,
-    gradient_dtype,
 )
 from samestep.shards.replicated.flat import FlatGradients, FlatParameters
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.piece_shards import PieceShards, Seen
-from samestep.shards.replicated.planned import ReplicatedPlan, plan_copies, refuse_levels
 from samestep.shards.replicated.reduction import BucketReductions
 from samestep.shards.replicated.values import ReplicatedValues
 from samestep.shards.windows import OffloadUnit, state_device
@@ -108,21 +106,23 @@ class ReplicatedShards(Placement):
         if layout is not None:
             self._groups.append(layout.group)
             self.sums_over = everyone
-        planned = self._planned(request, members, outer, layout)
-        self.plan, self.shape = planned.plan, planned.shape
+        of_rank = self._planned(request, members, outer, layout)
+        planned = of_rank.buckets
+        assert planned is not None
+        self.plan, self.shape = planned.plan, of_rank.shape
         # The ranks in the order of the plan's segments.
         self.places = group._replace(hosts=planned.fabric.hosts)
         if planned.policy.levels == 2:
             self.places = in_two_levels(group, planned.fabric.per_host)
         self._names = [spec.name for spec in self.plan.params]
-        lines = [*self.distribution.lines(), f"divisor = {divisor}", *self._lines(planned, layout)]
+        lines = [*self.distribution.lines(), f"divisor = {divisor}"]
+        lines += self._lines(planned, members, layout)
         agree_on_plan(self._names, self.local.values(), lines, self._groups, members.problem)
         self._parameters, gradients = self._buckets()
         self.mend_replicas()
         self.mesh: MeshSide | None = None
         if layout is not None:
-            self.mesh = self._mesh_side(layout)
-            self.shape = self.shape.with_chunks_of(self.mesh.blocks.exchange.shape)
+            self.mesh = self._mesh_side(layout, of_rank)
         self.reductions = BucketReductions(
             self.local,
             self.plan,
@@ -165,33 +165,27 @@ class ReplicatedShards(Placement):
         members: PlanMembers,
         outer: RankGroup | None,
         layout: "MeshLayout | None",
-    ) -> ReplicatedPlan:
+    ) -> RankPlan:
         """The plan of this rank; the same on all ranks but for their shards of DTensors."""
         group, device, distribution = self.group, self.device, self.distribution
         ordered = distribution.reduction == "ordered"
         fabric = fabric_of(group, device, distribution.ranks_per_host, ordered=ordered)
-        alone = layout is None and outer is None
-        refuse_levels(distribution, fabric, group.members, is_alone=alone)
-        specs = members.specs
-        if layout is not None:
-            wholes = zip(specs, layout.held, strict=True)
-            specs = tuple(even_share(spec, of_ranks.boxes) for spec, of_ranks in wholes)
-        planned = plan_copies(
-            members,
-            specs,
-            fabric,
-            distribution,
+        topology = Topology(
             device,
-            outer=1 if outer is None else outer.size,
-            uneven=is_nccl(group, device),
-            alone=alone,
-            watched=request.in_flight.all_watched(self.params),
+            fabric,
+            None if layout is None else tuple(layout.held),
+            None if outer is None else outer.size,
+            is_nccl(group, device),
         )
-        if layout is not None:
-            return planned.restricted_to(list(map(shard_spec, specs, layout.boxes)))
-        return planned
+        watched = request.in_flight.all_watched(self.params)
+        planned = plan_placement(
+            members.specs, distribution, topology, places=members.places, watched=watched
+        )
+        return planned.on_rank(group.rank, 0 if layout is None else layout.group.rank)
 
-    def _lines(self, planned: ReplicatedPlan, layout: "MeshLayout | None") -> list[str]:
+    def _lines(
+        self, planned: BucketPlan, members: PlanMembers, layout: "MeshLayout | None"
+    ) -> list[str]:
         """The lines that all ranks must have alike; the first one that differs is told.
 
         Parameters and options come before the plan made of them.
@@ -201,15 +195,12 @@ class ReplicatedShards(Placement):
         if layout is not None:
             self._plan_lines += layout.lines(shares.params)
         # Users may set `grad_dtype` of a parameter, which decides what is sent.
-        dtypes = [
-            f"{name}: gradients of {gradient_dtype(param)}"
-            for name, param in zip(self._names, self.params, strict=True)
-        ]
+        dtypes = [f"{spec.name}: gradients of {spec.gradient_dtype}" for spec in members.specs]
         levels = f"in {planned.policy.levels} levels"
         return [
             *shares.parameter_lines(),
             *dtypes,
-            *planned.members.lines,
+            *members.lines,
             *self._plan_lines,
             describe_kernels(self.device),
             f"{planned.fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, {levels}",
@@ -250,12 +241,11 @@ class ReplicatedShards(Placement):
             found.append(cls(request, members, reduction, layout, everyone))
         return found
 
-    def _mesh_side(self, layout: "MeshLayout") -> MeshSide:
+    def _mesh_side(self, layout: "MeshLayout", of_rank: RankPlan) -> MeshSide:
         from samestep.shards.dtensor.gradients import MeshSums  # DTensors take long to import
         from samestep.shards.dtensor.primary_blocks import PrimaryBlocks
 
-        place, distribution = self.group.rank, self.distribution
-        blocks = PrimaryBlocks(self.plan, layout, place, distribution, self.device)
+        blocks = PrimaryBlocks(of_rank, layout, self.device)
         return MeshSide(layout, MeshSums(layout), blocks)
 
     def activate(self) -> None:

@@ -15,7 +15,7 @@ somebody else averages, such as FSDP2, are one row, without buckets.
 an optimizer runs what its rank has of it, and `estimate` reads what any rank would have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 from math import ceil, prod
@@ -152,6 +152,21 @@ class BucketPlan:
         """The pieces that a rank updates of a bucket."""
         return self.plan.buckets[number].owned(place)
 
+    def sums_in_mesh(
+        self, number: int, place: int, summands: Sequence[Hashable]
+    ) -> dict[Hashable, int]:
+        """Elements that a rank adds up over its mesh, of what it has averaged of a bucket.
+
+        summands: by parameter a key of the gradients that are added up at once, where backward
+            leaves the ranks of a mesh summands of them; None: a gradient is whole.
+        """
+        found: dict[Hashable, int] = {}
+        for piece in self.owned(number, place).pieces if summands else ():
+            key = summands[piece.param]
+            if key is not None:
+                found[key] = found.get(key, 0) + piece.size
+        return found
+
     @cached_property
     def gradient_dtypes(self) -> list[torch.dtype]:
         """By bucket the dtype that holds the gradients of all its parameters."""
@@ -269,6 +284,14 @@ def bytes_of(specs: Sequence[ParamSpec]) -> int:
 # --- blocks of DTensors -------------------------------------------------------------------------
 
 
+class GradientSum(NamedTuple):
+    """Gradients that are added up at once: numbers of their parameters."""
+
+    summands: Hashable
+    dtype: torch.dtype
+    params: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
     """The plan of the blocks of DTensors in one mesh: their owners, their chunks, what travels.
@@ -328,6 +351,17 @@ class BlockPlan:
         name = f"sums of chunk {number}"
         sums = gather_of(name, torch.int64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
         return replace(chunk, sums=sums, summed=summed)
+
+    def gradient_sums(self, summands: Sequence[Hashable]) -> list[GradientSum]:
+        """Gradients that are added up over the mesh when a step begins, all that can be at once.
+
+        summands: as `BucketPlan.sums_in_mesh` has them.
+        """
+        together: dict[tuple[Hashable, torch.dtype], list[int]] = {}
+        for index, key in enumerate(summands):
+            if key is not None:
+                together.setdefault((key, self.specs[index].gradient_dtype), []).append(index)
+        return [GradientSum(*key, tuple(params)) for key, params in together.items()]
 
     def _travels_as(self, wide: torch.dtype) -> torch.dtype:
         usual = wide if self.device.type == "cpu" else torch.bfloat16

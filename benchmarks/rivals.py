@@ -8,17 +8,18 @@ and take turns, step by step, so that a busy machine slows all alike. Loss again
 after as many steps as fit in the time, by a run's median step.
 """
 
-import argparse
 import copy
 import json
 import platform
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 import samestep
+from benchmarks import run_script
 from examples.demo import BETAS, VALIDATION_WINDOWS, WEIGHT_DECAY, Run, schedule
 from examples.gpt import GPT, GPTConfig
 from examples.rules.muonh import MuonH
@@ -123,21 +124,25 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="MuonH and SOAP beside AdamW and Muon.")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    """Of which model, for how long, and where to."""
+
+    steps: int = 300
+    width: int = 64
+    layers: int = 2
+    seed: int = 0
+    out: Annotated[Path | None, "a JSON file to write"] = None
+
+
+def main(options: Options) -> None:
     for rule in (MuonH(), SOAP()):
         samestep.register_rule(rule)
-    result = train(asked.steps, asked.width, asked.layers, asked.seed)
+    result = train(options.steps, options.width, options.layers, options.seed)
     print(table(result))
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, Options)

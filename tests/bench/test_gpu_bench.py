@@ -2,9 +2,9 @@
 
 import io
 import json
-import runpy
 import sys
 from contextlib import redirect_stdout
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_done(capsys, monkeypatch, words, message):
 
 
 @pytest.mark.parametrize("name", ["step", "orthogonalize"])
-def test_scripts_need_torch_alone(name):
+def test_commands_need_torch_alone(name):
     """Imported afresh, with every extra hidden, in a process whose modules end with it."""
 
     def job(_rank):
@@ -123,9 +123,10 @@ def test_scripts_need_torch_alone(name):
             for module in [each for each in sys.modules if f"{each}.".startswith(inside)]:
                 del sys.modules[module]
         sys.modules.update(dict.fromkeys(cli.EXTRAS))
-        sys.argv = [name, "--help"]
-        with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as ended:
-            runpy.run_module(f"samestep.lab.bench.{name}", run_name="__main__")
+        with redirect_stdout(io.StringIO()) as shown:
+            module = import_module(f"samestep.lab.bench.{name}")
+            with pytest.raises(SystemExit) as ended:
+                module.parse(["--help"], f"samestep bench {name}")
         return ended.value.code, shown.getvalue()
 
     [(status, shown)] = run_forked(1, job)

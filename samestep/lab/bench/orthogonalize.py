@@ -1,12 +1,8 @@
-"""`samestep bench orthogonalize`: how long does it take on this GPU, shape by shape?
-
-As a plain script, with torch alone: `python -m samestep.lab.bench.orthogonalize`.
-"""
+"""`samestep bench orthogonalize`: how long does it take on this GPU, shape by shape?"""
 
 import gc
 import re
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -349,9 +345,3 @@ def show(content: Mapping[str, Any], names: Sequence[str], screen: Screen) -> No
             screen.say(f"{name} is out: {'; '.join(failures)}")
     for line in content["bars"]:
         screen.say(line)
-
-
-if __name__ == "__main__":
-    from samestep.cli import main
-
-    raise SystemExit(main(["bench", "orthogonalize", *sys.argv[1:]]))

@@ -1,10 +1,6 @@
-"""`samestep bench step`: how long does a step of the optimizer take on this GPU?
-
-As a plain script, with torch alone: `python -m samestep.lab.bench.step`.
-"""
+"""`samestep bench step`: how long does a step of the optimizer take on this GPU?"""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -321,9 +317,3 @@ def _speed(told: Mapping[str, Any]) -> list[str]:
         number(told["times_ours"]),
         *(number(size) for size in sizes),
     ]
-
-
-if __name__ == "__main__":
-    from samestep.cli import main
-
-    raise SystemExit(main(["bench", "step", *sys.argv[1:]]))

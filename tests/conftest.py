@@ -30,6 +30,7 @@ from tests.ranks import prepare
 from tests.rewritten import rewrite_once
 from tests.soak import SOAK
 
+gc.disable()  # until tests are collected: nearly all that is made until then stays
 torch.set_num_threads(1)
 # A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -105,6 +106,8 @@ def pytest_collection_finish(session):
     """All that is there now stays: no collection of garbage looks at it, and forks copy it soon."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    gc.set_threshold(20_000)  # as in ranks: steps make many objects that live
     use_large_pages()
 
 

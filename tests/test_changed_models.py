@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
 from tests.ranks import run_cases, run_forked
+from tests.soak import some
 
 KINDS = [samestep.Muon, samestep.AdamW]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -263,7 +264,7 @@ OVERLAP = {"overlap_grad_reduce": True, "sharding": "zero2"}
 
 @pytest.mark.parametrize(
     ("layers", "asks_first", "options"),
-    [([1], False, {}), ([1], True, {}), ([1], False, OVERLAP), ([0, 1], False, OVERLAP)],
+    some([([1], False, {}), ([1], True, {}), ([1], False, OVERLAP), ([0, 1], False, OVERLAP)]),
 )
 def test_parameters_that_one_rank_alone_has_swapped(layers, asks_first, options):
     """All raise, naming rank and parameter; when the others follow, training goes on."""
@@ -316,7 +317,7 @@ def test_a_swap_after_gradients_were_added_up():
     assert "rank 0 could not take the step" in other
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("who", some(["all", "one"]))
 def test_a_model_that_is_moved_or_converted_on_several_ranks(who):
     """Refused on every rank, by name, before anything moves, in every layout."""
     layouts = [

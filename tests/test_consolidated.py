@@ -18,7 +18,7 @@ import samestep
 from samestep.comm.presence import RankProblemError
 from samestep.optimizer import saved_state
 from tests.ranks import run_forked, run_threaded
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_replicated import SMALL, Model, Small, build, ranks_steps, single_steps
 from tests.test_state_whole import CASES, LOADING, assert_same_bits, bits, exact_gradient
 
@@ -206,6 +206,7 @@ def test_parameters_of_a_ranks_own_cannot_be_gathered():
     assert run_forked(2, job) == [True] * 2
 
 
+@twin
 def test_torchs_checkpoints_of_plain_parameters(tmp_path):
     """`get_state_dict`, `dcp.save`, `dcp.load`, `set_state_dict`: torch's own recipe."""
     single = Small()

@@ -261,6 +261,7 @@ def test_stages_with_other_parameters_are_silent():
 # --- found where it was not refused --------------------------------------------------------------
 
 
+@twin
 def test_check_finds_copies_that_drift_on_other_meshes(monkeypatch):
     monkeypatch.setattr(planner, "find_copies", lambda *_: {})
 

@@ -11,6 +11,7 @@ import samestep
 from tests.counting_group import CountingGroup, counted
 from tests.limits import limit
 from tests.ranks import run_forked
+from tests.soak import SOAK
 
 # The new names since torch 2.13, where the old ones warn.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -264,8 +265,8 @@ def model_and_gradients(rank):
 
 @pytest.mark.parametrize(
     ("size", "sharding", "reduction"),
-    [(2, "none", "fast"), (3, "none", "ordered"), (2, "zero1", "ordered"), (3, "zero1", "fast"),
-     (2, "zero2", "fast"), (3, "zero2", "ordered")],
+    [(2, "none", "fast"), (2, "zero1", "ordered"), (2, "zero2", "fast"),
+     *([(3, "none", "ordered"), (3, "zero1", "fast"), (3, "zero2", "ordered")] * SOAK)],
 )  # fmt: skip
 def test_an_optimizer_steps_as_on_gloo(size, sharding, reduction):
     def step(rank):

@@ -183,6 +183,7 @@ def test_gradients_without_elements():
         assert "all gradients were changed between backward() and step()" in warned[0]
 
 
+@twin
 def test_an_assigned_gradient_counts_in_place_of_the_reduced_one():
     """A list of gradients that were clipped out of place, as functional code has it."""
 

@@ -206,7 +206,7 @@ def names_for(options):
 MESHES = [(2, 1, 2), (2, 2, 1), (3, 1, 1), *([(2, 2, 2), (3, 1, 2)] if SOAK else [])]
 
 
-@pytest.mark.parametrize("sizes", some(MESHES), ids=str)
+@pytest.mark.parametrize("sizes", some(MESHES, every=4), ids=str)
 def test_layouts_are_one_process(sizes):
     """Different gradients on every data rank, some of them summands, momentum and variance on."""
     world, copies = sizes[0] * sizes[1] * sizes[2], sizes[0] * sizes[1]
@@ -414,6 +414,7 @@ def test_state_dicts_of_every_layout_go_on_exactly():
         assert of_ranks == [(True, keeps_all)] * 4, layout
 
 
+@twin
 def test_the_state_of_one_process_is_taken_along(tmp_path):
     names, sizes = list(EVEN), (2, 1, 2)
     alone = one_process(names, 2, same=True, **NORMUON)
@@ -458,7 +459,14 @@ def test_whole_gradients_are_read_and_set():
 
 @pytest.mark.parametrize(
     ("data", "layout"),
-    [(1, "none"), (2, "zero2"), (2, "flat zero1"), *([(1, "zero2"), (2, "none")] if SOAK else [])],
+    some(
+        [
+            (1, "none"),
+            (2, "zero2"),
+            (2, "flat zero1"),
+            *([(1, "zero2"), (2, "none")] if SOAK else []),
+        ]
+    ),
 )
 def test_gradients_that_are_whole_on_every_rank_are_cut(layout, data):
     """As `torch.zeros_like` and autograd give them in some versions of torch."""

@@ -21,6 +21,7 @@ from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.limits import HANG, TEST, limit
 from tests.ranks import RanksFailed, run_forked
+from tests.soak import some
 
 # Short ones, for those who have to wait for them to pass. All others would wait for longer than
 # they are given after the first failure: they are asserted to raise, so they do not wait.
@@ -127,14 +128,16 @@ def blames(message, victim):
 
 @pytest.mark.parametrize(
     ("place", "victim", "sharding"),
-    [
-        ("first", 0, "zero2"),
-        ("second", 0, "none"),
-        ("last", 0, "zero2"),
-        ("first", 2, "none"),
-        ("second", 2, "zero2"),
-        ("last", 2, "zero2"),
-    ],
+    some(
+        [
+            ("first", 0, "zero2"),
+            ("second", 0, "none"),
+            ("last", 0, "zero2"),
+            ("first", 2, "none"),
+            ("second", 2, "zero2"),
+            ("last", 2, "zero2"),
+        ]
+    ),
 )
 @pytest.mark.usefixtures("endless_answers")
 def test_a_rank_that_dies_during_a_step_is_named(place, victim, sharding):

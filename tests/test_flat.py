@@ -18,7 +18,7 @@ from torch import nn
 import samestep
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_cases, run_forked, run_threaded
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_overlap import (
     LAYERS,
     Net,
@@ -132,6 +132,7 @@ def runs(draw):
     return world, draw(st.lists(of_step, min_size=steps, max_size=steps))
 
 
+@twin
 @given(
     runs(),
     st.sampled_from(["no_sync", "synchronize"]),
@@ -706,6 +707,7 @@ def test_a_saved_state_continues_bit_for_bit():
     assert run_forked(2, job) == [True, True]
 
 
+@twin
 def test_a_group_added_on_the_way():
     def grow(model, opt):
         generator = torch.Generator().manual_seed(8)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import samestep
 from tests.ranks import run_cases, run_forked
+from tests.soak import some
 
 SHAPES = {"matrix": (8, 6), "norm": (6,)}
 COPIES, CUT = Replicate(), Shard(0)
@@ -136,7 +137,7 @@ def averaged(data, lacking, zeros=False):
     return held(params)
 
 
-@pytest.mark.parametrize(("data", "lacks", "has"), [(2, (1, 0), 3), (3, (2, 1), 4)])
+@pytest.mark.parametrize(("data", "lacks", "has"), some([(2, (1, 0), 3), (3, (2, 1), 4)]))
 def test_copies_whose_gradients_the_optimizer_averages(data, lacks, has):
     """One of two ranks with the same data; where both have none, other data are averaged in."""
 

@@ -15,7 +15,7 @@ import samestep
 from samestep.comm.presence import RankProblemError
 from samestep.shards.replicated.reduced_gradient import ReducedGradient
 from tests.ranks import run_cases, run_forked, run_threaded
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 LAYERS = ("first", "second", "third", "tied")
 OPTIONS = {"lr": 1e-2, "reduction": "ordered", "crossover": 20, "bucket_size": 200}
@@ -139,6 +139,7 @@ def same(left, right):
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
+@twin
 @pytest.mark.parametrize("world", [2, 3, 5] if SOAK else [3])
 def test_overlap_gives_the_bits_of_one_process(world):
     steps, batches = (6, 3) if SOAK else (4, 2)

@@ -10,7 +10,7 @@ from tests.promises.claims import refused, same
 from tests.promises.listed import PROMISES, Promise
 from tests.promises.page import receipt, render
 from tests.promises.trying import Cell, cells, try_cells
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 
 def test_sentences_are_on_their_pages():
@@ -79,7 +79,7 @@ def left_alone(trial):
     dist.barrier()
 
 
-@pytest.mark.parametrize("action", [broken_on_one_rank, other_bits, silent, left_alone])
+@pytest.mark.parametrize("action", some([broken_on_one_rank, other_bits, silent, left_alone]))
 def test_what_is_broken_is_seen_and_the_rest_is_tried(action):
     first, bad, last = cell_of(kept), cell_of(action), cell_of(kept)
     outcome = try_cells([first, bad, last])

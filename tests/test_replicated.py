@@ -24,7 +24,7 @@ import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.ranks import RanksFailed, run_forked, run_threaded
 from tests.reference import ReferenceAdamW, ReferenceTorch, relative_error, to_numpy
-from tests.soak import SOAK
+from tests.soak import SOAK, some, twin
 
 ADAMW_TOLERANCE, MUON_TOLERANCE = 2e-5, 3e-4
 SHARDINGS = ("none", "zero1", "zero2")
@@ -495,6 +495,7 @@ def test_masters_are_held_by_owners_and_equal_one_process():
     assert [result["none"] for result in results] == [numel, numel]
 
 
+@twin
 def test_a_group_added_on_the_way():
 
     def added():
@@ -534,7 +535,7 @@ def test_a_group_added_on_the_way():
     assert run_threaded(world, job) == [True] * world
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", some(SHARDINGS))
 def test_a_saved_state_continues_bit_for_bit(sharding):
     options = {"sharding": sharding, "crossover": 20, "bucket_size": 300, "master_weights": True}
     options["state_dict_form"] = "part"

@@ -125,6 +125,7 @@ def test_saved_on_two_ranks(tmp_path):
             assert_near(found, at_end)
 
 
+@twin
 def test_master_weights(tmp_path):
     def make():
         model = fsdp(Net().bfloat16())
@@ -167,6 +168,7 @@ def test_from_one_mesh_to_another(tmp_path):
     assert_near(found, at_end)
 
 
+@twin
 def test_before_the_first_step(tmp_path):
     """A state of zeros is saved and loaded over one that is not."""
 
@@ -357,6 +359,7 @@ def test_plain_parameters_beside_dtensors(tmp_path):
                 assert_equal(found[1], found[0])
 
 
+@twin
 def test_one_process_and_two_ranks(tmp_path):
     """Either loads what the other has saved."""
 

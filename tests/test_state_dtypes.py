@@ -8,6 +8,7 @@ import torch
 import samestep
 from samestep.rules.state import MASTER
 from tests.ranks import run_forked
+from tests.soak import some, twin
 from tests.test_full_values import LAYOUTS, Net, backward, build
 
 CHOICE = {"exp_avg": torch.bfloat16, "momentum_buffer": torch.bfloat16}
@@ -25,6 +26,7 @@ def trained(rank, ranks, layout, **options):
     return dict(model.named_parameters()), opt.whole_state(), dtypes
 
 
+@twin
 def test_layouts_agree_and_bytes_are_saved():
     def job(rank):
         return {name: trained(rank, 2, layout) for name, layout in LAYOUTS.items()}
@@ -106,7 +108,7 @@ def test_not_changed_afterwards():
 MASTERS = [torch.float64, torch.float32]
 
 
-@pytest.mark.parametrize("dtype", MASTERS, ids=str)
+@pytest.mark.parametrize("dtype", some(MASTERS), ids=str)
 def test_master_weights_in_a_dtype_of_choice(dtype):
     """Kept so in every layout, with the same bits; computed in 32 bits, and better than none."""
 

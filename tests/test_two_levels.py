@@ -9,7 +9,7 @@ import torch.distributed as dist
 import samestep
 from tests.counting_group import counted
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 from tests.test_full_values import Net, backward, states_equal
 
 LAYOUTS = {
@@ -104,7 +104,7 @@ class Matrices(torch.nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("reduction", ["ordered", "fast"])
+@pytest.mark.parametrize("reduction", some(["ordered", "fast"]))
 def test_every_byte_crosses_between_hosts_once(reduction):
     """Eight ranks on two hosts: P / 2 of gradients and of parameters, in each direction."""
     world, on_host = 8, 4

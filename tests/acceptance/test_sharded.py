@@ -115,6 +115,8 @@ def train(world, layout, shape, hidden, steps, **options):
 
 # Of which make test has those of data, experts and tensor parallel, below.
 MORE = [
+    (3, fsdp2, (), {"muon_schedule": "gather"}),
+    (4, hsdp, (2, 2), {"bucket_size": 600}),
     (2, fsdp2, (), {"bucket_size": 300}),
     (4, fsdp2, (), {"bucket_size": 300, "chunks_ahead": 2}),
     (8, fsdp2, (), {}),
@@ -127,8 +129,6 @@ MORE = [
     ("world", "layout", "shape", "options"),
     [
         (2, fsdp2, (), {"bucket_size": 300, "chunks_ahead": 2}),
-        (3, fsdp2, (), {"muon_schedule": "gather"}),
-        (4, hsdp, (2, 2), {"bucket_size": 600}),
         (4, tensor_parallel, (2, 2), {"bucket_size": 600}),
         *MORE,
     ],

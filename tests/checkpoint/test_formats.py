@@ -24,6 +24,7 @@ from tests.checkpoint.training import (
     train,
 )
 from tests.ranks import run_forked
+from tests.soak import some
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning"),
@@ -58,7 +59,7 @@ def saved(tmp_path_factory):
     return path, run_forked(2, job)[0]
 
 
-@pytest.mark.parametrize("case", [FLAT, FSDP], ids=lambda case: case.layout)
+@pytest.mark.parametrize("case", some([FLAT, FSDP]), ids=lambda case: case.layout)
 def test_what_was_saved_comes_back(saved, case):
     """On the same ranks in the same layout, from every format."""
     path, expected = saved

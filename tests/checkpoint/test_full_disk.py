@@ -12,6 +12,7 @@ from samestep.checkpoint.savers import OWNER
 from tests.checkpoint.beside import names
 from tests.checkpoint.training import Case, build, different, snapshot, train
 from tests.ranks import run_forked
+from tests.soak import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
 
@@ -28,7 +29,7 @@ def no_room_after(boxes):
     return append
 
 
-@pytest.mark.parametrize(("way", "who"), [("save", 1), ("async_save", 0)])
+@pytest.mark.parametrize(("way", "who"), some([("save", 1), ("async_save", 0)]))
 def test_one_rank_has_no_room(tmp_path, way, who):
     """The disk is full when it writes its fourth box."""
 

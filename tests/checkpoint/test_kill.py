@@ -22,7 +22,7 @@ from samestep.comm.diagnosis.flight import CollectiveError
 from tests.checkpoint.beside import names, put_foreign, still_there
 from tests.limits import limit
 from tests.ranks import RanksFailed, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 KILLS = 200 if SOAK else 12
 
@@ -92,7 +92,7 @@ def killed(act, prepare=lambda: None, seconds=None):
     assert os.WTERMSIG(status) == signal.SIGKILL  # it did not end by itself
 
 
-@pytest.mark.parametrize("way", ["save", "async_save"])
+@pytest.mark.parametrize("way", some(["save", "async_save"]))
 @pytest.mark.filterwarnings(
     "ignore:.*is not counted as a checkpoint", "ignore:.*may be what a killed"
 )
@@ -169,7 +169,7 @@ def act(way, path, model, opt):
         finish_background()
 
 
-@pytest.mark.parametrize(("way", "who"), [("save", 0), ("async_save", 1), ("load", 1)])
+@pytest.mark.parametrize(("way", "who"), some([("save", 0), ("async_save", 1), ("load", 1)]))
 def test_the_rank_that_died_is_named(tmp_path, monkeypatch, way, who):
     """While it writes or reads its part; the checkpoint before is there, and nothing else."""
 

@@ -25,7 +25,7 @@ from tests.checkpoint.training import (
     train,
 )
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.test_sharded import loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
@@ -193,6 +193,7 @@ def write_receipt(world, report, wrong):
     RECEIPT.write_text(json.dumps(content, indent=1) + "\n")
 
 
+@twin
 def test_other_state(tmp_path):
     """A third moment; 16-bit parameters with 32-bit state and master copies."""
     of_amsgrad = [Case("one", 1, "amsgrad"), Case("flat zero2", 2, "amsgrad")]
@@ -235,6 +236,7 @@ def test_other_state(tmp_path):
     assert on_each_world(among, load) == [[], [], []]
 
 
+@twin
 @pytest.mark.parametrize("layout", ["zero2", "flat zero2", "fsdp2"] if SOAK else ["fsdp2"])
 def test_a_run_with_a_break_is_the_run_without(tmp_path, layout):
     """To the bit, with sums in rank order and data that differs from rank to rank."""

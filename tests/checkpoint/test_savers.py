@@ -23,7 +23,7 @@ from samestep.checkpoint.storage import INDEX, CheckpointError, read_json, write
 from tests.checkpoint.beside import HEX, names, put, put_foreign, still_there, tree
 from tests.limits import HANG
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 PAIRS = 100 if SOAK else 8
 SAVES = 4  # of each saver of a pair
@@ -289,7 +289,7 @@ def fail_from(number, once):
 
 
 @pytest.mark.filterwarnings("ignore:.*")
-@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("once", some([True, False]))
 def test_the_disk_fails_at_any_call(tmp_path, once):
     """LATEST names a complete checkpoint, nothing foreign is touched, and saving goes on after."""
     runs = tmp_path / "runs"
@@ -409,7 +409,7 @@ def watch(runs, children):
     return statuses
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("links", some([False, True]))
 def test_pairs_of_savers(tmp_path, monkeypatch, links):
     """In one folder at the same time, with the same names or others; one may be killed."""
     chance = random.Random(f"pairs {links}")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samestep
 from tests.checkpoint.foreign.net import ADAMW, BEFORE, Net, adamw_groups, muon_groups, tokens_of
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
 LAYOUTS = {
@@ -129,7 +129,7 @@ def loads(kind, layout, rank, world, saved):
 KINDS = list(NEAR)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", some([2, 4]))
 def test_whole_state_loads_in_every_layout(world):
     """Of torch.optim.AdamW and of ours, also with amsgrad, variance, fused rows and masters."""
     saved = {kind: saved_by_one(kind) for kind in KINDS}

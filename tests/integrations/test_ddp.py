@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samestep
 from tests.integrations.ranks import assert_same, values
 from tests.ranks import run_forked
+from tests.soak import some
 
 
 class Net(nn.Module):
@@ -54,7 +55,7 @@ def alone(steps, world=2):
 
 
 @pytest.mark.parametrize("given", ["ddp", "inside"])
-@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2"])
+@pytest.mark.parametrize("sharding", some(["none", "zero1", "zero2"]))
 def test_a_run_that_goes_on_from_a_file_of_rank_0(given, sharding, tmp_path):
     def job(rank):
         def build():

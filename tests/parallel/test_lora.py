@@ -221,8 +221,8 @@ def train(rank, tp, sequence_parallel, when, rule, path=None, steps=STEPS):
     [
         (1, False, "before", "muon"),
         (1, False, "after", "adamw"),
-        *([(2, False, "before", "adamw")] * SOAK),  # as in test_lora_stack, with sequence parallel
-        (2, True, "after", "muon"),
+        # test_lora_stack has tensor parallel, with sequence parallel and stages.
+        *([(2, False, "before", "adamw"), (2, True, "after", "muon")] * SOAK),
     ],
 )
 def test_factors_are_trained_as_in_one_process(tp, sequence_parallel, when, rule, tmp_path):

@@ -18,7 +18,7 @@ from tests.parallel.pipelines import (
     train_alone,
 )
 from tests.ranks import RanksFailed, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 BEFORE, AFTER = 2 if SOAK else 1, 1
 RATE = 5e-3  # another one than the optimizers are built with
@@ -70,6 +70,7 @@ def test_interleaved_stages_to_one_process_and_back(tmp_path):
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-5, msg=name)
 
 
+@twin
 def test_two_stages_to_four(tmp_path):
     _, _, wanted = train_alone(BEFORE + AFTER)
     first = run_forked(2, go_on, 2, None, tmp_path / "a", BEFORE, 0, {}, {})

@@ -263,7 +263,7 @@ COUNT = 3000 if SOAK else 1000
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("arithmetic", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("arithmetic", some([FLOAT16, BFLOAT16]), ids=some(["float16", "bfloat16"]))
 def test_kernels_keep_equilibrated_blocks_in_bounds(arithmetic, execution):
     for seed, method in enumerate(NARROW):
         for steps in (5, 7):

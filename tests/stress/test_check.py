@@ -14,6 +14,7 @@ from samestep.comm.integrity import differences
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.stress import Drift, DriftError, check
 from tests.ranks import run_forked, run_threaded
+from tests.soak import some
 from tests.test_replicated import SHARDINGS, SMALL, Small, fill, intercept, ranks_steps, values
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,7 +69,7 @@ def test_without_other_ranks_there_is_nothing_to_do():
 # --- parameters --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", some([2, 3]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_one_flipped_bit_is_found_and_located(world, dtype):
     def job(rank):

@@ -16,7 +16,7 @@ from samestep.train.options import parse
 from samestep.train.world import World
 from tests.checkpoint.beside import names, put, tree
 from tests.ranks import RanksFailed, run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 from tests.train.runs import EXPERTS, STEPS, losses, rows, run_all, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -38,6 +38,7 @@ def undisturbed(tmp_path_factory) -> Run:
     return run
 
 
+@twin
 def test_loss_falls(undisturbed):
     found = losses(undisturbed.out)
     assert list(found) == list(range(1, STEPS + 1))
@@ -202,7 +203,7 @@ def keeps(rank, commands):
     return run_all(rank, commands), found
 
 
-@pytest.mark.parametrize("layout", ["flat_zero1", "fsdp2"])
+@pytest.mark.parametrize("layout", some(["flat_zero1", "fsdp2"]))
 def test_16_bit_parameters_with_main_parameters_beside(undisturbed, tmp_path, layout):
     """As Megatron's distributed optimizer runs: flat zero1, buckets of a size, 16 bits."""
     flags = {"layout": layout, "steps": 3, "log_every": 1, "save_every": 3, "eval_every": 3}

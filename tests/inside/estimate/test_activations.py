@@ -13,7 +13,7 @@ from tests.counting_group import CountingGroup
 from tests.inside.estimate.peaks import peak_bytes
 from tests.inside.estimate.saved import saved_for_backward
 from tests.ranks import run_cases
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 
 SMALL = GPTConfig(vocab_size=96, context=64, width=64, layers=2, heads=4, kv_heads=2)
 
@@ -164,6 +164,7 @@ def pipelined(rank, case):
     return first.live - gradients + second.value
 
 
+@twin
 def test_stages_peak_as_foreseen():
     cases = [(3, "1f1b"), (4, "interleaved"), *([(2, "1f1b")] * SOAK)]
     shape = gpt_shape(GPTConfig(**{**vars(SMALL), "layers": 4}))

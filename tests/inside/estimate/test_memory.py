@@ -21,7 +21,7 @@ from tests.counting_group import CountingGroup
 from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on
 from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 SHARED = ("zero2", "flat_zero1")
 MUON = {"rule": "muon"}
@@ -127,6 +127,7 @@ class Small(Large):
         return {**given, "groups": groups}
 
 
+@twin
 def test_state_in_8_bits_is_foreseen():
     """What stays; the plain torch of a CPU makes temporaries in 32 bits, whatever is kept."""
     layouts = [LAYOUTS[name] for name in ("flat_zero1", "fsdp2_parallel")]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from samestep.layout.blocks import blocks_of
 from samestep.plan.flat import plan_flat
 from samestep.plan.sharding import ParamSpec, plan_sharding, whole_pieces
+from tests.soak import twin
 
 DTYPES = ("torch.float32", "torch.bfloat16", "torch.float64")
 
@@ -144,6 +145,7 @@ def test_without_blocks_slices_differ_by_at_most_one_element(params, ranks):
         assert max(bucket.segment_sizes) - min(bucket.segment_sizes) <= 1
 
 
+@twin
 @given(param_lists(), st.integers(1, 64))
 def test_neighbours_are_packed_as_one(params, ranks):
     """Parts are the pieces, and of what is cut there are as many as parameters, not as ranks."""

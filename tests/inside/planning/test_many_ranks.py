@@ -11,6 +11,7 @@ from samestep.lab.estimate.timeline import simulate
 from samestep.lab.estimate.training import Training
 from samestep.mesh.degrees import Degrees
 from samestep.plan.transfers import Traffic
+from tests.soak import some
 
 H200 = PRESETS["h200x8"]
 
@@ -31,7 +32,7 @@ def beginnings(plan):
     return found
 
 
-@pytest.mark.parametrize("buffers", ["per_parameter", "flat"])
+@pytest.mark.parametrize("buffers", some(["per_parameter", "flat"]))
 def test_twice_the_ranks_cost_what_latency_explains(buffers):
     model = load_model("nanochat-d20", torch.bfloat16)
     seconds, before = {}, None
@@ -45,7 +46,7 @@ def test_twice_the_ranks_cost_what_latency_explains(buffers):
     assert seconds[512] <= 0.060
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama-7b", 512), ("llama-70b", 1024)])
+@pytest.mark.parametrize(("name", "ranks"), some([("llama-7b", 512), ("llama-70b", 1024)]))
 def test_little_communication_is_exposed(name, ranks):
     """Of an iteration of 4096 tokens per rank."""
     plan = plan_of(load_model(name, torch.bfloat16), ranks)

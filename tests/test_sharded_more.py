@@ -291,6 +291,7 @@ def test_bytes_and_blocks_that_travel_in_16_bits():
     assert 2 * sum(found[1] for found in half) == sum(found[1] for found in whole)
 
 
+@twin
 def test_bytes_of_the_variance_and_of_gathering_everywhere():
     """The variance goes to all others: one number per row of a tall block, or column of a wide.
 

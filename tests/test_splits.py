@@ -215,6 +215,7 @@ def test_parts_that_two_axes_cut_have_the_bits_of_one_process():
             assert different(found, expected) == [], way
 
 
+@twin
 def test_copies_of_parts_have_the_bits_of_one_process():
     """Two meshes of two ranks, whose gradients are averaged here."""
     even = [name for name in FUSED if FUSED[name].shape[0] % 2 == 0]

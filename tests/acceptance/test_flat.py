@@ -172,6 +172,7 @@ def measured(world, sharding):
     return run_forked(world, train_and_measure, world, sharding)
 
 
+@twin
 @pytest.mark.parametrize("world", [2, 4, 8] if SOAK else [4])
 def test_bytes_of_a_step(world):
     """Counted by a process group in between: nothing travels twice, and hardly any padding.

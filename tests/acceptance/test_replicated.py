@@ -129,6 +129,7 @@ def presence_mask(world):
     return 2 * 8 * (params + 1) * (world - 1) / world
 
 
+@twin
 @pytest.mark.parametrize("world", [2, 3] if SOAK else [3])
 def test_bytes_collectives_and_gradient_memory(world):
     """Counted by a process group in between, and by the allocator."""

@@ -44,7 +44,7 @@ def gradients(rank, stages, options):
     return loss.item(), {name: opt.full_gradient(name) for name in names}
 
 
-@pytest.mark.parametrize("case", some(list(SCHEDULES)))
+@pytest.mark.parametrize("case", some(list(SCHEDULES), every=4))
 def test_gradients_are_those_of_one_process(case):
     stages, dp, options = SCHEDULES[case]
     _, wanted = gradients_alone(dp)
@@ -95,7 +95,8 @@ def train(rank, stages, options, steps, layout):
             ("2 stages x 2", LONG, {"overlap_grad_reduce": True, "bucket_size": 500}),
             ("2 stages x 2", LONG, {}),
             ("interleaved x 2", LONG, OVERLAP),
-        ]
+        ],
+        every=4,
     ),
 )
 def test_steps_are_those_of_one_process(case, steps, layout):

@@ -48,6 +48,7 @@ def merged(found):
     return {name: value for _, params, *_ in found for name, value in params.items()}
 
 
+@twin
 def test_interleaved_stages_to_one_process_and_back(tmp_path):
     """Saved by 4 stages on 2 x 2 ranks, loaded by one process, saved there, loaded by 2 stages."""
     _, _, wanted = train_alone(BEFORE + 2 * AFTER, 2, lr=RATE)

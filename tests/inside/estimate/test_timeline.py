@@ -32,6 +32,7 @@ from samestep.plan.schedule import describe_operation
 from tests.counting_group import counted
 from tests.inside.estimate.layouts import AllPresent, blueprint_of, layouts_on
 from tests.ranks import run_forked
+from tests.soak import twin
 
 LINK = Link(latency=1e-3, bandwidth=1e6)
 MACHINE = Hardware(
@@ -74,6 +75,7 @@ def traced(rank, world):
     return found
 
 
+@twin
 def test_a_real_run_and_a_simulated_one_have_the_same_operations_in_the_same_order():
     ranks = run_forked(4, traced, 4)
     assert set(ranks[0]) == set(SHOWN)

@@ -24,12 +24,11 @@ from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
 from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Batch
-from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.cluster import Job, Settings
 from samestep.lab.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.lab.estimate.model import Model, load_model
 from samestep.lab.estimate.pictures import scaling_picture
-from samestep.lab.estimate.placed import Placed
 from samestep.lab.estimate.scaling import RANKS, Point, as_json, numbers_of_ranks, point_of
 from samestep.lab.estimate.timeline import simulate
 from samestep.lab.estimate.training import training_of
@@ -69,12 +68,13 @@ class Options:
 def in_copies(plan: Blueprint) -> Blueprint:
     """The same plan with unequal segments as an all-to-all of copies, in one level."""
 
-    def old(placement: Placed) -> Placed:
-        known = {}  # of many ranks it is one
-        for each in placement.sharings:
-            policy = each.policy._replace(uneven=False, levels=1)
-            known[id(each)] = replace(each, planned=replace(each.planned, policy=policy))
-        return replace(placement, sharings=tuple(known[id(each)] for each in placement.sharings))
+    def old(placement: GridPlacement) -> GridPlacement:
+        buckets = placement.plan.buckets
+        if buckets is None:
+            return placement
+        policy = buckets.policy._replace(uneven=False, levels=1)
+        buckets = replace(buckets, policy=policy)
+        return replace(placement, plan=replace(placement.plan, buckets=buckets))
 
     return replace(plan, placements=tuple(map(old, plan.placements)))
 

@@ -457,9 +457,10 @@ class PlacementPlan:
     topology: Topology
     buckets: BucketPlan | None
     # What was asked for before: many ranks are alike.
-    _buckets_on: dict[int, BucketPlan] = field(default_factory=dict, repr=False)
-    _of_shards: dict[tuple[ParamSpec, ...], BucketPlan] = field(default_factory=dict, repr=False)
-    _blocks_on: dict[tuple[Piece, ...], BlockPlan] = field(default_factory=dict, repr=False)
+    _buckets_on: dict[int, BucketPlan] = field(default_factory=dict, init=False)
+    _of_shards: dict[tuple[ParamSpec, ...], BucketPlan] = field(default_factory=dict, init=False)
+    _blocks_on: dict[int, BlockPlan] = field(default_factory=dict, init=False)
+    _of_pieces: dict[tuple[Piece, ...], BlockPlan] = field(default_factory=dict, init=False)
 
     def buckets_on(self, mesh_place: int) -> BucketPlan | None:
         """The buckets of a rank of the mesh, restricted to the shards that it holds.
@@ -480,25 +481,26 @@ class PlacementPlan:
 
     def blocks_on(self, place: int) -> BlockPlan | None:
         """The blocks that come together in the mesh of a rank, by its place among copies."""
-        held, ranks = self.topology.held, self.topology.mesh_ranks
+        held = self.topology.held
         if held is None:
             return None
-        pieces: tuple[Piece, ...] = ()
-        if self.buckets is not None:
-            owned = self.buckets.plan.owned(place)
-            pieces = tuple(piece for piece in owned if piece.block is not None)
-        if pieces not in self._blocks_on:
-            specs, device = self.specs, self.topology.device
-            items = list[PrimaryBlock]()
+        if place not in self._blocks_on:
+            pieces: tuple[Piece, ...] = ()
             if self.buckets is not None:
-                items = primary_blocks(self.buckets.plan, held, place)
-                specs, held = (
-                    tuple(item.spec for item in items),
-                    tuple(item.held for item in items),
-                )
-            plan = BlockPlan(specs, held, ranks, self.options, device, tuple(items))
-            self._blocks_on[pieces] = plan
-        return self._blocks_on[pieces]
+                owned = self.buckets.plan.owned(place)
+                pieces = tuple(piece for piece in owned if piece.block is not None)
+            if pieces not in self._of_pieces:
+                self._of_pieces[pieces] = self._blocks_of(place, held)
+            self._blocks_on[place] = self._of_pieces[pieces]
+        return self._blocks_on[place]
+
+    def _blocks_of(self, place: int, held: tuple[RankBoxes, ...]) -> BlockPlan:
+        ranks, device = self.topology.mesh_ranks, self.topology.device
+        if self.buckets is None:
+            return BlockPlan(self.specs, held, ranks, self.options, device)
+        items = primary_blocks(self.buckets.plan, held, place)
+        specs, of_items = tuple(item.spec for item in items), tuple(item.held for item in items)
+        return BlockPlan(specs, of_items, ranks, self.options, device, tuple(items))
 
     def on_rank(self, rank: int, mesh_place: int = 0) -> RankPlan:
         """The plan of a rank, by its places among ranks with copies and in its mesh."""

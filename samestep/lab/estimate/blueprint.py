@@ -1,10 +1,10 @@
-"""An optimizer on any number of ranks as data: the plans and the schedule it would run there.
+"""An optimizer on the ranks of a grid, as data: the plans and the schedule it would have there.
 
     optimizer = samestep.MuonAdamW(model_on_meta, sharding="zero2")   # one process, no memory
     blueprint(optimizer, one_axis(1024)).schedule()
 
-Plans are made by the functions that the optimizer calls, once for all ranks: which part is whose
-is part of a plan.
+Plans are those of `plan.placement_plan`, for all ranks at once. What only a planner without ranks
+has to say is here: which axes of the grid a placement lies on, and what gradients will be.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,37 +17,32 @@ import torch
 from torch import Tensor
 
 from samestep.groups.distribution import Distribution
-from samestep.groups.param_groups import Group
+from samestep.groups.param_groups import Group, rule_of
 from samestep.lab.estimate.grid import Grid, Peers
 from samestep.lab.estimate.hardware import Hardware
-from samestep.lab.estimate.placed import (
-    GradientSum,
-    OnRank,
-    Placed,
-    Sharing,
-    Spreading,
-    Summands,
-    Updated,
-    on_rank,
-    primary_spreadings,
-    restricted_sharings,
-    with_windows,
-)
+from samestep.layout.blocks import Shape
 from samestep.layout.boxes import Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.links import Fabric, usual_links
-from samestep.plan.mesh_shares import even_share
+from samestep.plan.placement_plan import (
+    BlockPlan,
+    BucketPlan,
+    GradientSum,
+    PlacementPlan,
+    RankPlan,
+    Topology,
+    Updated,
+    plan_placement,
+)
 from samestep.plan.replicated_gradients import ReplicatedAlong, replicated_along, replicated_by_all
-from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
+from samestep.plan.schedule import BucketId, PlacementShape, Schedule, Stage, step_schedule
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.state import StoredTensors
+from samestep.rules.state import State, StoredTensors, block_state_shapes, state_shapes
 from samestep.shards.local import KnownGroup, LocalParameters
 from samestep.shards.placement import PlanMembers
 from samestep.shards.registry import KINDS, kind_of, require_kind
-from samestep.shards.replicated.buckets import gradient_dtype
 from samestep.shards.replicated.local_tensors import REPLICATED, SUMMAND
-from samestep.shards.replicated.planned import plan_copies
 from samestep.shards.windows import OffloadUnit, Windows
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
@@ -80,6 +75,86 @@ class SpreadOver(NamedTuple):
 Spread = Callable[[str, Tensor], SpreadOver | None]  # by name; None: a plain parameter
 
 
+class Summands(NamedTuple):
+    """The ranks that have summands of a gradient.
+
+    kinds: what gradients are along all axes of the mesh, or the axes with summands. Gradients that
+        have the same are added up at once.
+    """
+
+    peers: Peers
+    kinds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GridPlacement:
+    """The plan of one placement, and where on the grid its ranks are.
+
+    peers: the ranks with copies, which share the work on them, and `outer` those that do the same.
+    mesh: the ranks with the other shards of one copy; of plain parameters a rank alone.
+    everyone: all ranks that hold some of it.
+    replicated: what ranks compare.
+    summands: of each gradient, where backward leaves ranks of the mesh summands of it; (): of none.
+    room: elements of each parameter that every rank has room for; None, or (): its own.
+    """
+
+    plan: PlacementPlan
+    peers: Peers
+    mesh: Peers
+    everyone: Peers
+    replicated: tuple[ReplicatedAlong, ...]
+    outer: Peers | None = None
+    summands: tuple[Summands | None, ...] = ()
+    room: tuple[int | None, ...] = ()
+
+    @property
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """The whole parameters, in the order in which forward uses them."""
+        return self.plan.specs
+
+    @cached_property
+    def bucket_plans(self) -> list[BucketPlan]:
+        """The buckets by place in the mesh; []: nobody averages gradients here."""
+        found = map(self.plan.buckets_on, range(self.mesh.size))
+        return [buckets for buckets in found if buckets is not None]
+
+    @cached_property
+    def block_plans(self) -> list[BlockPlan]:
+        """The blocks of a mesh by place among copies; []: parameters are plain."""
+        found = map(self.plan.blocks_on, range(self.peers.size))
+        return [blocks for blocks in found if blocks is not None]
+
+    @property
+    def buckets(self) -> BucketPlan:
+        """The buckets of the first rank of a mesh, which has the largest shards."""
+        return self.bucket_plans[0]
+
+    def gradient_sums(self) -> list[tuple[Peers, GradientSum]]:
+        """What is added up over the mesh when a step begins: of gradients that come reduced."""
+        if self.bucket_plans:
+            return []
+        sums = self.block_plans[0].gradient_sums(self.summands)
+        found = ((each.summands, each) for each in sums)
+        return [(own.peers, each) for own, each in found if isinstance(own, Summands)]
+
+    def on_rank(self, grid: Grid, rank: int | None) -> RankPlan:
+        """The plan of a rank; None: of the first, with as many chunks of blocks as any has."""
+        place, mesh_place = (grid.place(rank or 0, each) for each in (self.peers, self.mesh))
+        if rank is None and self.block_plans:
+            chunks = [len(each.chunks) for each in self.block_plans]
+            place = chunks.index(max(chunks))
+        return self.plan.on_rank(place, mesh_place)
+
+    def stored(self, own: RankPlan) -> list[tuple[ParamSpec, int]]:
+        """The parameters of a rank, and elements of each, and of its gradient, in its memory."""
+        if own.buckets is not None:
+            return [(spec, spec.numel) for spec in own.specs]
+        held = (of_ranks.boxes[own.mesh_place].numel for of_ranks in self.plan.topology.held or ())
+        room = self.room or (None,) * len(self.specs)
+        found = zip(self.specs, held, room, strict=True)
+        return [(spec, numel if fixed is None else fixed) for spec, numel, fixed in found]
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """Everything that is decided before the first step, for all ranks of a grid."""
@@ -87,7 +162,7 @@ class Blueprint:
     optimizer: RuleOptimizer
     grid: Grid
     everyone: Peers  # that the optimizer knows
-    placements: tuple[Placed, ...]  # in the order of the schedule's numbers; (): one process
+    placements: tuple[GridPlacement, ...]  # in the order of the schedule's numbers; (): one process
     device: torch.device
 
     @property
@@ -112,25 +187,21 @@ class Blueprint:
         peers = self.grid.peers(*self.grid.beside)
         return peers if peers.size > 1 else None
 
-    def reduced(self) -> list[tuple[int, Sharing]]:
-        """Placements that are averaged by the optimizer, with their numbers.
+    def reduced(self) -> list[tuple[int, GridPlacement]]:
+        """Placements that are averaged by the optimizer, with their numbers."""
+        return [(number, each) for number, each in enumerate(self.placements) if each.bucket_plans]
 
-        Of DTensors as the first rank of a mesh has them, which has the largest parts.
-        """
-        found = enumerate(self.placements)
-        return [(number, each.sharings[0]) for number, each in found if each.sharings]
-
-    def shared_by(self, bucket: BucketId) -> Sharing | None:
-        """What a bucket is of, likewise; None: of what nobody averages here."""
+    def reduced_by(self, bucket: BucketId) -> GridPlacement | None:
+        """The placement of a bucket; None: nobody averages it here."""
         return dict(self.reduced()).get(bucket.placement)
 
     def schedule(self, rank: int | None = None) -> Schedule:
         """Of one rank; None: of the first, with as many chunks of blocks as any has."""
         shapes = [
-            own.shape if self.distribution.offload is None else with_windows(own, self.groups)
+            own.shape if self.distribution.offload is None else _with_windows(own, self.groups)
             for own in self.on_rank(rank)
         ]
-        has_plain = any(not each.spreadings for each in self.placements)
+        has_plain = any(not each.block_plans for each in self.placements)
         if not has_plain and (self.everyone.size == 1 or not shapes):
             shapes.append(self._shape_of_local())  # as the optimizer does, also if it is empty
         return _schedule(
@@ -149,29 +220,40 @@ class Blueprint:
     @cached_property
     def local_units(self) -> list[OffloadUnit]:
         """Of one process: what it updates, with its state."""
-        found = []
+        found, blocks = [], self.optimizer.plan.blocks
         for index, group in enumerate(self.groups):
-            known = KnownGroup(group, index, self.optimizer.state, self.optimizer.plan.blocks)
+            known = KnownGroup(group, index, self.optimizer.state, blocks)
             for unit in known.units():
-                param, block = unit.about.param, unit.about.block
-                about = Updated(index, param, unit.elements, block, StoredTensors())
+                about = Updated(self.local_specs[unit.about.param], unit.elements, unit.about.block)
                 found.append(unit._replace(about=about))
         return found
+
+    @cached_property
+    def local_specs(self) -> dict[Tensor, ParamSpec]:
+        """The parameters of one process."""
+        planner, blocks = self.optimizer.plan.planner, self.optimizer.plan.blocks
+        params, specs, *_ = planner.members(self.groups, range(len(self.groups)), blocks)
+        return dict(zip(params, specs, strict=True))
 
     @cached_property
     def local_windows(self) -> Windows:
         """Those of its state, where that stays on the host."""
         return Windows({("update", 0): self.local_units})
 
-    def on_rank(self, rank: int | None) -> list[OnRank]:
+    def on_rank(self, rank: int | None) -> list[RankPlan]:
         """What a rank has of each placement; None: as `schedule` has it."""
-        return [on_rank(placement, self.grid, rank) for placement in self.placements]
+        return [placement.on_rank(self.grid, rank) for placement in self.placements]
 
-    def stored(self, rank: int) -> list[tuple[Tensor, int]]:
+    def stored(self, rank: int) -> list[tuple[ParamSpec, int]]:
         """All parameters of a rank, and elements of each in its memory."""
         if not self.placements:
-            return [(param, param.numel()) for group in self.groups for param in group["params"]]
-        return [each for own in self.on_rank(rank) for each in own.stored()]
+            return [(spec, spec.numel) for spec in self.local_specs.values()]
+        both = zip(self.placements, self.on_rank(rank), strict=True)
+        return [each for placement, own in both for each in placement.stored(own)]
+
+    def windows(self, own: RankPlan) -> Windows:
+        """The windows of the state of a placement, where that stays on the host."""
+        return _windows_of(own, self.groups)
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)
@@ -268,36 +350,34 @@ class _Request:
         holds = self.optimizer.plan
         return holds.planner.members(self.optimizer.param_groups, indices, holds.blocks, only)
 
-    def links(self, peers: Peers) -> Fabric:
-        if self.hardware is not None:
-            return self.hardware.fabric(peers, self.grid)
-        return Fabric(*usual_links(self.device.type), peers.size, peers.size)
-
-    def sharing(
+    def topology(
         self,
-        members: PlanMembers,
-        specs: tuple[ParamSpec, ...],
-        peers: Peers,
+        peers: Peers | None = None,
+        held: tuple[RankBoxes, ...] | None = None,
         outer: Peers | None = None,
-        alone: bool = False,
-        summands: tuple[Summands | None, ...] = (),
-    ) -> Sharing:
-        links = self.links(peers)
-        planned = plan_copies(
-            members,
-            specs,
-            links,
-            self.beside,
-            self.device,
-            outer=1 if outer is None else outer.size,
-            uneven=self.on_gpu,
-            alone=alone,
+    ) -> Topology:
+        """The ranks of a placement; `peers`: of those with copies, if they average them here."""
+        fabric = None
+        if peers is not None and self.hardware is not None:
+            fabric = self.hardware.fabric(peers, self.grid)
+        elif peers is not None:
+            fabric = Fabric(*usual_links(self.device.type), peers.size, peers.size)
+        groups = None if outer is None else outer.size
+        return Topology(self.device, fabric, held, groups, uneven=self.device.type != "cpu")
+
+    def plan(self, members: PlanMembers, topology: Topology) -> PlacementPlan:
+        """The plan of a placement, as the optimizers of its ranks make it."""
+        averaged = topology.fabric is not None
+        return plan_placement(
+            members.specs,
+            self.beside if averaged else self.optimizer.plan.distribution,
+            topology,
+            places=members.places,
             watched=self.optimizer._in_flight.all_watched(members.params),
         )
-        return Sharing(planned, members.params, peers, outer, links.per_host, summands)
 
 
-def _whole(asked: _Request) -> Iterator[Placed]:
+def _whole(asked: _Request) -> Iterator[GridPlacement]:
     """Plain parameters: one placement for groups that are reduced over the same ranks."""
     everyone, outer, beside = asked.everyone, asked.outer, asked.beside
     if everyone.size * (1 if outer is None else outer.size) == 1:
@@ -310,14 +390,14 @@ def _whole(asked: _Request) -> Iterator[Placed]:
         if not indices:
             continue
         members = asked.members(indices, lambda param: asked.kinds[param] == "replicated")
-        params, specs, *_ = members
         own_outer = outer if peers == everyone else None
-        shared = asked.sharing(members, specs, peers, own_outer, alone=own_outer is None)
-        compared = replicated_by_all(len(params), peers.size) if beside.grads != "local" else ()
-        yield Placed(params, specs, peers, asked.grid.peers(), peers, compared, (shared,))
+        plan = asked.plan(members, asked.topology(peers, outer=own_outer))
+        count = len(members.specs)
+        compared = replicated_by_all(count, peers.size) if beside.grads != "local" else ()
+        yield GridPlacement(plan, peers, asked.grid.peers(), peers, compared, own_outer)
 
 
-def _parts(asked: _Request) -> Iterator[Placed]:
+def _parts(asked: _Request) -> Iterator[GridPlacement]:
     """DTensors: one placement for each mesh."""
     grid, lie, groups = asked.grid, asked.lie, asked.optimizer.param_groups
     distribution = asked.optimizer.plan.distribution
@@ -325,36 +405,44 @@ def _parts(asked: _Request) -> Iterator[Placed]:
     for mesh in asked.meshes:
         there = {param for param, over in lie.items() if over.mesh == mesh}
         members = asked.members(range(len(groups)), there.__contains__)
-        params, specs, *_ = members
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
             raise ValueError(
                 f"muon_schedule='gather' has every rank compute every block: it is planned for up "
                 f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
             )
-        overs = [lie[param] for param in params]
-        lying = [held_as(spec.shape, over) for spec, over in zip(specs, overs, strict=True)]
+        overs = [lie[param] for param in members.params]
+        both = zip(members.specs, overs, strict=True)
+        lying = [held_as(spec.shape, over) for spec, over in both]
         held = tuple(boxes for boxes, _ in lying)
-        for spec, part in zip(specs, held, strict=True):
-            spec.refuse_cut_scales(part.boxes)  # as ranks would
-        if mesh in asked.copies:
-            shares = tuple(map(even_share, specs, (own.boxes for own in held)))
-            summands = tuple(_summands(grid, over) for over in overs)
-            even = asked.sharing(members, shares, asked.copies[mesh], summands=summands)
-            everywhere = grid.peers(*even.peers.axes, *peers.axes)
-            compared = _replicated(grid, overs, even.peers.size)
-            sharings = restricted_sharings(even, held, peers.size)
-            blocks = primary_spreadings(even, held, peers, asked.device)
-            yield Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
+        copies = asked.copies.get(mesh)
+        plan = asked.plan(members, asked.topology(copies, held))
+        if copies is not None:
+            placement = GridPlacement(
+                plan,
+                copies,
+                peers,
+                grid.peers(*copies.axes, *peers.axes),
+                _replicated(grid, overs, copies.size),
+                summands=tuple(_summands(grid, over) for over in overs),
+            )
+            for place in range(peers.size):  # what cannot be planned is told now
+                plan.buckets_on(place)
+            yield placement
             continue
-        room, sums = tuple(room for _, room in lying), _sums(params, overs, grid)
-        blocks = (Spreading(params, specs, held, peers, distribution, asked.device, room, sums),)
-        compared = _replicated(grid, overs)
-        yield Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks)
+        yield GridPlacement(
+            plan,
+            grid.peers(),
+            peers,
+            peers,
+            _replicated(grid, overs),
+            summands=tuple(_reduced_summands(grid, over) for over in overs),
+            room=tuple(room for _, room in lying),
+        )
 
 
 # What ranks will have of parameters, by the name of their kind in `shards.registry`.
-PLACED: dict[str, Callable[[_Request], Iterator[Placed]]] = {
+PLACED: dict[str, Callable[[_Request], Iterator[GridPlacement]]] = {
     "replicated": _whole,
     "dtensor": _parts,
 }
@@ -373,23 +461,16 @@ def _summands(grid: Grid, over: SpreadOver) -> Summands | None:
     kinds = [REPLICATED if cut.dim is None else 0 for cut in over.cuts]
     for place in over.summed:
         kinds[place] = SUMMAND
-    peers = grid.peers(*(axis for place in over.summed for axis in over.mesh[place]))
-    return Summands(peers, tuple(kinds))
+    return Summands(_summing(grid, over), tuple(kinds))
 
 
-def _sums(
-    params: Sequence[Tensor], lie: Sequence[SpreadOver], grid: Grid
-) -> tuple[GradientSum, ...]:
-    """What `combine_gradients` adds up, all that can travel together at once."""
-    together: dict[tuple[Peers, tuple[int, ...], torch.dtype], list[int]] = {}
-    for number, (param, over) in enumerate(zip(params, lie, strict=True)):
-        if over.summed:
-            peers = grid.peers(*(axis for place in over.summed for axis in over.mesh[place]))
-            key = peers, over.summed, gradient_dtype(param)
-            together.setdefault(key, []).append(number)
-    return tuple(
-        GradientSum(peers, dtype, tuple(numbers)) for (peers, _, dtype), numbers in together.items()
-    )
+def _reduced_summands(grid: Grid, over: SpreadOver) -> Summands | None:
+    """What `combine_gradients` adds up: all along the same axes at once."""
+    return Summands(_summing(grid, over), over.summed) if over.summed else None
+
+
+def _summing(grid: Grid, over: SpreadOver) -> Peers:
+    return grid.peers(*(axis for place in over.summed for axis in over.mesh[place]))
 
 
 def _replicated(
@@ -414,3 +495,56 @@ def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBox
         raise ValueError(f"mesh axes {over.axes} are not in the order of the grid's")
     room = max(box.numel for box in boxes) if over.padded else None
     return RankBoxes(tuple(boxes), tuple(copies)), room
+
+
+# --- state that stays on the host: cut as the placements of optimizers do, on the meta device ----
+
+
+def _with_windows(own: RankPlan, groups: Sequence[Group]) -> PlacementShape:
+    """What the schedule of a rank depends on, with the windows of its state."""
+    windows, shape = _windows_of(own, groups), own.shape
+    return shape._replace(
+        windows=windows.sizes(len(shape.bucket_sizes)),
+        chunk_windows=windows.chunk_sizes(shape.chunks),
+    )
+
+
+def _windows_of(own: RankPlan, groups: Sequence[Group]) -> Windows:
+    """The windows of every bucket and chunk, as the placements of optimizers cut them."""
+    units: dict[tuple[Stage, int], list[OffloadUnit]] = {}
+    for number in range(len(own.shape.bucket_sizes)):
+        units["update", number] = [_unit(each, groups) for each in own.updates(number)]
+    for number in range(own.shape.chunks):
+        units["chunk", number] = list(_of_chunk(own, number, groups))
+    return Windows(units)
+
+
+def _unit(updated: Updated, groups: Sequence[Group]) -> OffloadUnit:
+    spec, block = updated.spec, updated.block
+    group, stored = groups[spec.group], spec.stored
+    if block is None:
+        shapes = state_shapes(rule_of(group), (updated.elements,), group, stored)
+    else:
+        shapes = block_state_shapes(rule_of(group), block, group, stored)
+    return OffloadUnit(updated, _state(shapes, stored), updated.elements, may_be_cut=block is None)
+
+
+def _of_chunk(own: RankPlan, number: int, groups: Sequence[Group]) -> Iterator[OffloadUnit]:
+    """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
+    assert own.blocks is not None
+    for planned in own.blocks.chunks[number].blocks:
+        spec = own.blocks.specs[planned.param]
+        group, held = groups[spec.group], planned.held.sizes.get(own.mesh_place, 0)
+        shapes = block_state_shapes(rule_of(group), planned.block, group, spec.stored)
+        sizes = {
+            key: (prod(shapes[key]) if how.per is None else held // how.per,)
+            for key, how in spec.stored.items()
+        }
+        yield OffloadUnit(planned.key, _state(sizes, spec.stored), elements=1)
+
+
+def _state(shapes: Mapping[str, Shape], stored: StoredTensors) -> State:
+    return {
+        key: torch.empty(shape, dtype=stored[key].dtype, device="meta")
+        for key, shape in shapes.items()
+    }

@@ -13,14 +13,12 @@ from math import ceil, sqrt
 import torch
 
 from samestep.lab.common.numbers import count, duration
-from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.grid import Grid
 from samestep.lab.estimate.hardware import Hardware
-from samestep.lab.estimate.placed import Sharing
 from samestep.lab.estimate.work import owner_flops, shape_flops
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.plan.placement_plan import bytes_of, largest_block, legs_in_a_row
-from samestep.plan.sharding import ParamSpec
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
 
@@ -147,40 +145,38 @@ class Choices:
 def choices(plan: Blueprint, hardware: Hardware, within: float) -> Choices:
     """within: seconds of a step, or of an iteration."""
     buckets = [
-        _of_buckets(sharing, plan.placements[number].specs, plan.grid, hardware)
-        for number, sharing in plan.reduced()
-        if sharing.peers.size > 1
+        _of_buckets(placement, plan.grid, hardware)
+        for _, placement in plan.reduced()
+        if placement.peers.size > 1
     ]
     return Choices(buckets, _of_owners(plan, hardware, within))
 
 
-def _of_buckets(
-    sharing: Sharing, specs: Sequence[ParamSpec], grid: Grid, hardware: Hardware
-) -> BucketChoice:
-    fabric = hardware.fabric(sharing.peers, grid)
-    params, _, buckets = sharing.even or sharing.plan
+def _of_buckets(placement: GridPlacement, grid: Grid, hardware: Hardware) -> BucketChoice:
+    fabric, own = hardware.fabric(placement.peers, grid), placement.buckets
+    params, _, buckets = own.even or own.plan
     in_bytes = bytes_of(params)
-    given = sharing.distribution.bucket_size
+    given = own.options.bucket_size
     elements = given or bucket_elements(sum(spec.numel for spec in params), in_bytes, fabric)
     largest = max(bucket.nbytes for bucket in buckets)
     link = fabric.ring()
     begins = link.seconds(fabric.ranks, 0)
-    exchanged = sharing.policy.on_cpu or sharing.policy.ordered
-    in_a_row = legs_in_a_row(len(buckets), on_cpu=sharing.policy.on_cpu)
+    exchanged = own.policy.on_cpu or own.policy.ordered
+    in_a_row = legs_in_a_row(len(buckets), on_cpu=own.policy.on_cpu)
     one = fabric.exchange() if exchanged else link
     return BucketChoice(
-        sharing.peers.name,
-        sharing.peers.size,
+        placement.peers.name,
+        placement.peers.size,
         len(buckets),
         elements,
         given is not None,
         begins,
         in_bytes / link.bandwidth,
-        sharing.policy.levels,
+        own.policy.levels,
         fabric.per_host,
         fabric.hosts,
         one.seconds(fabric.ranks, largest),
-        fabric.seconds_in_two(largest, largest_block(specs), in_a_row)
+        fabric.seconds_in_two(largest, largest_block(placement.specs), in_a_row)
         if fabric.has_levels
         else None,
     )

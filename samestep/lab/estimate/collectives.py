@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, maximum
 
 from samestep.comm.presence import PROBLEM_CODES, presence_elements
-from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.blueprint import Blueprint, GridPlacement, Summands
 from samestep.lab.estimate.grid import Grid, Peers, per_peer
 from samestep.lab.estimate.hardware import RINGS, Hardware
-from samestep.lab.estimate.placed import Spreading, Summands
 from samestep.plan.bucket_exchanges import BucketExchanges
 from samestep.plan.chunks import Chunk
 from samestep.plan.exchanges import Exchange, transfer_of
@@ -206,14 +205,12 @@ class Launches:
 
     def _agree(self, number: int) -> Iterator[Collective]:
         placement = self._blueprint.placements[number]
-        elements = presence_elements(len(placement.params), placement.replicated)
-        outer = [each.outer for each in placement.sharings[:1]]
-        for peers in filter(None, (placement.peers, *outer, placement.mesh)):
+        elements = presence_elements(len(placement.specs), placement.replicated)
+        for peers in filter(None, (placement.peers, placement.outer, placement.mesh)):
             yield from _summed("presence", peers, torch.int64, elements)
-        for spreading in placement.spreadings:
-            for over, dtype, params in spreading.sums:
-                size_on = partial(self._held_by, spreading, params)
-                yield from self._sums(over, placement.mesh, dtype, size_on)
+        for over, each in placement.gradient_sums():
+            size_on = partial(self._held_by, placement, each.params)
+            yield from self._sums(over, placement.mesh, each.dtype, size_on)
         if number == len(self._blueprint.placements) - 1:
             yield from self._hear_others()
 
@@ -226,7 +223,7 @@ class Launches:
         blueprint = self._blueprint
         count = 1 + len(blueprint.optimizer._steps.clipped_rules)
         over = dict.fromkeys(
-            each.everyone if each.spreadings else blueprint.everyone
+            each.everyone if each.block_plans else blueprint.everyone
             for each in blueprint.placements
         )
         for peers in over:
@@ -257,10 +254,10 @@ class Launches:
             )
             yield Collective(tuple(sums), over, among=others)
 
-    def _held_by(self, spreading: Spreading, params: Sequence[int], rank: int) -> int:
+    def _held_by(self, placement: GridPlacement, params: Sequence[int], rank: int) -> int:
         """How many elements of some parameters a rank holds."""
-        place = self._blueprint.grid.place(rank, spreading.peers)
-        return sum(spreading.held[param].boxes[place].numel for param in params)
+        place, (blocks,) = self._blueprint.grid.place(rank, placement.mesh), placement.block_plans
+        return sum(blocks.held[param].boxes[place].numel for param in params)
 
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 
@@ -271,7 +268,7 @@ class Launches:
         placement = self._blueprint.placements[bucket.placement]
         if placement.peers.size == 1:
             return
-        exchanges = [which(each.shape.exchanges[bucket.bucket]) for each in placement.sharings]
+        exchanges = [which(each.shape.exchanges[bucket.bucket]) for each in placement.bucket_plans]
         found = list(map(transfer_of, exchanges))
         if len(set(map(id, found))) > 1:
             yield Collective(tuple(found), placement.peers, among=placement.mesh)
@@ -281,17 +278,18 @@ class Launches:
     def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
         """Averaged gradients of which ranks of a mesh have summands."""
         placement, grid = self._blueprint.placements[bucket.placement], self._blueprint.grid
-        first = placement.sharings[0] if placement.sharings else None
-        if first is None or not first.summands:
+        if not placement.bucket_plans or not placement.summands:
             return
+        first = placement.buckets
         members = first.plan.buckets[bucket.bucket].params
         reduce = first.shape.exchanges[bucket.bucket].reduce.transfer
         wide = torch.promote_types(reduce.dtype, torch.float32)
-        for summands in dict.fromkeys(filter(None, (first.summands[i] for i in members))):
+        for summands in dict.fromkeys(filter(None, (placement.summands[i] for i in members))):
 
             def size_on(rank: int, summands: Summands = summands) -> int | None:
                 mesh, place = (grid.place(rank, each) for each in (placement.mesh, placement.peers))
-                return placement.sharings[mesh].sums(bucket.bucket, place).get(summands)
+                plan = placement.bucket_plans[mesh]
+                return plan.sums_in_mesh(bucket.bucket, place, placement.summands).get(summands)
 
             yield from self._sums(summands.peers, placement.everyone, wide, size_on)
 
@@ -301,7 +299,7 @@ class Launches:
         """An exchange between the ranks of a mesh; nothing, if nothing travels."""
         placement = self._blueprint.placements[chunk.placement]
         found: list[Transfer | None] = []
-        for each in placement.spreadings:
+        for each in placement.block_plans:
             own = each.chunks[chunk.bucket] if chunk.bucket < len(each.chunks) else None
             exchange = None if own is None else which(own)
             sent = transfer_of(exchange)
@@ -314,9 +312,9 @@ class Launches:
     ) -> Iterator[Collective]:
         """The transfers over groups that do the same, by place in the group."""
         for together in zip(*by_place, strict=True):
-            sharing = self._blueprint.placements[bucket.placement].sharings[0]
-            assert sharing.outer is not None
-            yield Collective(together, sharing.outer, among=sharing.peers)
+            placement = self._blueprint.placements[bucket.placement]
+            assert placement.outer is not None
+            yield Collective(together, placement.outer, among=placement.peers)
 
 
 def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Iterator[Collective]:

@@ -18,11 +18,11 @@ from samestep.lab.estimate.choices import Choices, choices
 from samestep.lab.estimate.cluster import STAGES, Job, Stage
 from samestep.lab.estimate.collectives import Collective, Launches
 from samestep.lab.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
+from samestep.lab.estimate.ledger import Then
 from samestep.lab.estimate.memory import RankMemory, rank_memory, whole_gradients
 from samestep.lab.estimate.sends import LayerSends, StageSends
 from samestep.lab.estimate.timeline import Timeline, simulate
 from samestep.lab.estimate.training import training_of
-from samestep.lab.estimate.walks import Then
 from samestep.lab.estimate.work import OwnerBalance, balance
 from samestep.mesh.degrees import Degrees
 
@@ -159,16 +159,16 @@ def sample_ranks(plan: Blueprint) -> list[int]:
     found = {0, grid.ranks // 2, grid.ranks - 1}
     for placement in plan.placements:
         owned = [0] * placement.peers.size
-        for sharing in placement.sharings[:1]:
-            for bucket in (sharing.even or sharing.plan).buckets:
+        for own in placement.bucket_plans[:1]:
+            for bucket in (own.even or own.plan).buckets:
                 for place, segment in () if bucket.replicated else bucket.filled:
                     owned[place] += segment.size
         place = owned.index(max(owned))
         of_peers = grid.rank_at(placement.peers, place)
         found.add(of_peers)
-        for spreading in placement.spreadings[place : place + 1]:
+        for blocks in placement.block_plans[place : place + 1]:
             in_mesh = [0] * placement.mesh.size
-            for planned in chain.from_iterable(chunk.blocks for chunk in spreading.chunks):
+            for planned in chain.from_iterable(chunk.blocks for chunk in blocks.chunks):
                 for owner in planned.owners:
                     in_mesh[owner] += planned.box.numel
             # Axes of both are not the same.

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from samestep.lab.estimate.collectives import Collective
 from samestep.lab.estimate.grid import Peers
+from samestep.lab.estimate.ledger import Ledger, Then
 from samestep.lab.estimate.slots import passes_of
-from samestep.lab.estimate.walks import BUFFERS, GRADIENTS, Ledger, Then
+from samestep.plan.memory import BUFFERS, GRADIENTS
 from samestep.plan.transfers import Traffic, Transfer, of_segments
 
 ALONE = Peers((), 1)

@@ -1,8 +1,8 @@
 """Bytes of tensors on each rank: what stays, and the peak of what comes and goes.
 
-Activations are not in it: `activations` has them. For what comes and goes,
-the operations of a schedule are walked through: what the optimizer allocates in each of them is
-written into a ledger, and taken out where the optimizer lets go of it.
+Activations are not in it: `activations` has them. What comes and goes is what the operations of a
+schedule say of themselves (`plan.memory`), replayed by a ledger; what rules allocate is
+found by running them (`temporaries`).
 """
 
 from collections import defaultdict
@@ -15,20 +15,13 @@ import torch
 
 from samestep.groups.param_groups import rule_of
 from samestep.lab.estimate.blueprint import Blueprint
-from samestep.lab.estimate.placed import Sharing, Spreading, Updated, windows_of
+from samestep.lab.estimate.ledger import Ledger, Then
 from samestep.lab.estimate.temporaries import RulePeaks, kernel_is_enough
-from samestep.lab.estimate.walks import (
-    GRADIENTS,
-    Ledger,
-    SharingWalk,
-    SpreadingWalk,
-    Then,
-    Walk,
-)
-from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
-from samestep.rules.rule import math_dtype
-from samestep.rules.state import MASTERS, block_state_shapes, needs_master, whole_shapes
-from samestep.shards.replicated.buckets import gradient_dtype
+from samestep.plan.memory import GRADIENTS, BlockMemory, BucketMemory, GradientMemory
+from samestep.plan.placement_plan import BlockPlan, BucketPlan, Updated
+from samestep.plan.schedule import Update, staging_bytes
+from samestep.plan.sharding import ParamSpec
+from samestep.rules.state import MASTERS, block_state_shapes, whole_shapes
 from samestep.shards.replicated.state_packing import StatePacking
 from samestep.update.lanes import Batch, dealt, temporary_bytes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
@@ -91,51 +84,48 @@ def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
 def kept_memory(blueprint: Blueprint, rank: int) -> RankMemory:
     """What stays on a rank wherever its state is: parameters, main parameters and state."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
-    for own in blueprint.on_rank(rank):
-        sharing, place, spreading, mesh_place = own
-        if sharing is not None:
-            params += _whole_parameters(sharing)
-            entries += _shared_state(sharing, place, blueprint.groups)
-            if spreading is not None:
-                entries += _owned_state(spreading, mesh_place, blueprint.groups)
-        elif spreading is not None:
-            params += sum(elements * param.dtype.itemsize for param, elements in own.stored())
-            for index, held in enumerate(spreading.held):
-                elements = held.boxes[mesh_place].numel
-                entries += _spread_state(spreading, index, elements, blueprint.groups)
-            entries += _owned_state(spreading, mesh_place, blueprint.groups)
-    for param, _ in () if blueprint.placements else blueprint.stored(rank):
-        params += param.nbytes
+    for placement, own in zip(blueprint.placements, blueprint.on_rank(rank), strict=True):
+        if own.buckets is not None:
+            params += _whole_parameters(own.buckets)
+            entries += _shared_state(own.buckets, own.place, blueprint.groups)
+            if own.blocks is not None:
+                entries += _owned_state(own.blocks, own.mesh_place, blueprint.groups)
+        elif own.blocks is not None:
+            params += sum(n * spec.torch_dtype.itemsize for spec, n in placement.stored(own))
+            for spec, held in zip(own.blocks.specs, own.blocks.held, strict=True):
+                elements = held.boxes[own.mesh_place].numel
+                entries += _spread_state(spec, elements, blueprint.groups)
+            entries += _owned_state(own.blocks, own.mesh_place, blueprint.groups)
+    for param, spec in () if blueprint.placements else blueprint.local_specs.items():
+        params += spec.nbytes
         state = blueprint.optimizer.state[param]
         entries += ((key, tensor.nbytes) for key, tensor in state.items())
     main = sum(size for key, size in entries if key in MASTERS)
     return RankMemory(params, 0, main, sum(size for _, size in entries) - main)
 
 
-def _whole_parameters(sharing: Sharing) -> int:
+def _whole_parameters(buckets: BucketPlan) -> int:
     """With the gaps of flat buffers."""
-    if sharing.distribution.buffers == "per_parameter":
-        return sum(param.nbytes for param in sharing.params)
-    width = {str(param.dtype): param.dtype.itemsize for param in sharing.params}
-    return sum(bucket.size * width[bucket.dtype] for bucket in sharing.plan.buckets)
+    flat = buckets.options.buffers == "flat"
+    return sum(each.nbytes for each in (buckets.plan.buckets if flat else buckets.plan.params))
 
 
 def _shared_state(
-    sharing: Sharing, place: int, groups: Sequence[Mapping[str, Any]]
+    buckets: BucketPlan, place: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    packing = StatePacking(sharing.plan, place, list(map(dict, groups)))
-    for spec, sizes in zip(sharing.specs, packing.sizes, strict=True):
+    packing = StatePacking(buckets.plan, place, list(map(dict, groups)))
+    for spec, sizes in zip(buckets.plan.params, packing.sizes, strict=True):
         for key, size in sizes.items():
             if spec.whole is None or not spec.stored[key].owned:
                 yield key, size * spec.stored[key].dtype.itemsize
 
 
 def _owned_state(
-    spreading: Spreading, mesh_place: int, groups: Sequence[Mapping[str, Any]]
+    blocks: BlockPlan, mesh_place: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
     """Bytes per key of what the owners of blocks have, of the blocks that a rank of a mesh owns."""
-    for planned in (planned for chunk in spreading.chunks for planned in chunk.blocks):
-        spec = spreading.specs[planned.param]
+    for planned in (planned for chunk in blocks.chunks for planned in chunk.blocks):
+        spec = blocks.specs[planned.param]
         if mesh_place in planned.owners and any(how.owned for how in spec.stored.values()):
             group = groups[spec.group]
             shapes = block_state_shapes(rule_of(group), planned.block, group, spec.stored)
@@ -145,10 +135,9 @@ def _owned_state(
 
 
 def _spread_state(
-    spreading: Spreading, index: int, elements: int, groups: Sequence[Mapping[str, Any]]
+    spec: ParamSpec, elements: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
     """Bytes per key: of the parameter's shape as that is spread, all other on every rank."""
-    spec = spreading.specs[index]
     group = groups[spec.group]
     shapes = whole_shapes(rule_of(group), spec.shape, spec.blocks, group, spec.stored)
     for key, how in spec.stored.items():
@@ -160,72 +149,107 @@ def _spread_state(
 
 def whole_gradients(blueprint: Blueprint, rank: int) -> int:
     """Gradients that backward passes leave before any is reduced."""
-    held = blueprint.stored(rank)
-    return sum(elements * gradient_dtype(param).itemsize for param, elements in held)
+    return sum(_gradient_bytes(blueprint.stored(rank)))
+
+
+def _gradient_bytes(stored: Iterable[tuple[ParamSpec, int]]) -> list[int]:
+    return [elements * spec.gradient_dtype.itemsize for spec, elements in stored]
 
 
 def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
     """Gradients when backward is over, and the moment when most is alive."""
-    ledger, every = Ledger(), blueprint.on_rank(rank)
-    walks: list[Walk] = []  # of buckets
-    chunks: dict[int, SpreadingWalk] = {}
-    for number, own in enumerate(every):
-        if own.spreading is not None:
-            chunks[number] = SpreadingWalk(number, own, ledger, blueprint)
-        if own.sharing is not None:
-            walks.append(SharingWalk(number, own.sharing, own.place, ledger))
-        else:
-            walks.append(chunks[number])
-    walks = walks or [Walk(0, 0, ledger, blueprint.stored(rank))]
-    for walk in walks:
-        walk.backward(again=blueprint.stages is not None)  # a pipeline has several micro-batches
+    ledger, rules = Ledger(), _Rules(blueprint, rank)
+    operations = _memories(blueprint, rank, rules)
+    for each in operations:  # a pipeline has several micro-batches
+        ledger.replay(each.backward(again=blueprint.stages is not None))
     gradients = ledger.now[GRADIENTS]
-    windows = cache(lambda number: windows_of(every[number], blueprint.groups))
-    for walk in walks:
-        walk.begin()
+    for each in operations:
+        ledger.replay(each.begin())
     for operation in blueprint.schedule(rank):
         if isinstance(operation, Update):
-            wave = [bucket for bucket in operation.buckets if bucket.placement < len(walks)]
-            if operation.window is not None:
-                placement = operation.window.bucket.placement
-                of_placement = windows(placement) if every else blueprint.local_windows
-                parts = of_placement.parts(operation.window)
-                updates = [(part.unit.about, part.stop - part.start) for part in parts]
-            elif every:
-                found = (each for p, number in wave for each in every[p].updates(number))
-                updates = [(each, each.elements) for each in found]
-            else:
-                updates = [(unit.about, unit.elements) for unit in blueprint.local_units]
-            _run_rules(blueprint, updates, ledger)
-            for placement, number in wave if operation.is_last else ():
-                walks[placement].updated(number)
-        elif isinstance(operation, OfBucket) and operation.bucket.placement < len(walks):
-            placement, number = operation.bucket
-            walk = chunks[placement] if isinstance(operation, OfChunk) else walks[placement]
-            getattr(walk, f"on_{type(operation).__name__.lower()}")(number)
+            for nbytes in rules.update(operation):
+                ledger.passing(nbytes)
+        for each in operations:
+            ledger.replay(each.of(operation))
     return gradients, ledger.most
 
 
-def _run_rules(
-    blueprint: Blueprint, updates: Iterable[tuple[Updated, int]], ledger: Ledger
-) -> None:
-    """On so many elements of each, group by group: blocks of one shape as stacks, slices alone."""
-    by_group: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = defaultdict(list)
-    for each, elements in updates:
-        by_group[each.group] += [(each.param, shape) for shape in each.shapes(elements)]
-    for index, members in by_group.items():
-        group = blueprint.groups[index]
-        on_cpu = blueprint.device.type == "cpu"
-        sizes = (prod(shape) * math_dtype(param).itemsize for param, shape in members)
-        clipped = sum(sizes) if blueprint.clips and on_cpu else 0  # all of a group; kernels do not
+def _memories(
+    blueprint: Blueprint, rank: int, rules: "_Rules"
+) -> list[BucketMemory | BlockMemory | GradientMemory]:
+    """What operations allocate and free, by placement: of buckets, and of blocks."""
+    found: list[BucketMemory | BlockMemory | GradientMemory] = []
+    each = zip(blueprint.placements, blueprint.on_rank(rank), strict=True)
+    for number, (placement, own) in enumerate(each):
+        gradients: list[int] = []
+        if own.buckets is not None:
+            found.append(BucketMemory(number, own.buckets, own.place, placement.summands))
+        else:
+            gradients = _gradient_bytes(placement.stored(own))
+        if own.blocks is not None:
+            summands = () if own.buckets is not None else placement.summands
+            found.append(
+                BlockMemory(number, own.blocks, own.mesh_place, rules, gradients, summands)
+            )
+    return found or [GradientMemory(0, _gradient_bytes(blueprint.stored(rank)))]
+
+
+class _Rules:
+    """What rules allocate while they run, on one rank."""
+
+    def __init__(self, blueprint: Blueprint, rank: int) -> None:
+        self._blueprint, self._every = blueprint, blueprint.on_rank(rank)
+        self._on_cpu = blueprint.device.type == "cpu"
+        self._windows = cache(lambda number: blueprint.windows(self._every[number]))
+
+    def transform(self, spec: ParamSpec, count: int, shape: tuple[int, int]) -> int:
+        """To transform so many whole matrices of one shape."""
+        if self._on_cpu:
+            peaks = RulePeaks(self._blueprint.groups[spec.group], on_cpu=True)
+            return peaks.transform(count, shape, spec.math_dtype)
+        batch = Batch(count, *shape)
+        return batch.temporary_bytes + count * prod(shape) * 4
+
+    def update(self, operation: Update) -> Iterator[int]:
+        """To update what an operation does, group by group."""
+        by_group: dict[int, list[tuple[ParamSpec, tuple[int, ...]]]] = defaultdict(list)
+        for each, elements in self._updates(operation):
+            shapes = [(elements,)] if each.block is None else each.block.matrices
+            by_group[each.spec.group] += [(each.spec, shape) for shape in shapes]
+        return (self._of_group(index, members) for index, members in by_group.items())
+
+    def _updates(self, operation: Update) -> list[tuple[Updated, int]]:
+        """What is updated, and so many elements of it."""
+        if operation.window is not None:
+            placement = operation.window.bucket.placement
+            own = self._windows(placement) if self._every else self._blueprint.local_windows
+            parts = own.parts(operation.window)
+            return [(part.unit.about, part.stop - part.start) for part in parts]
+        if not self._every:
+            return [(unit.about, unit.elements) for unit in self._blueprint.local_units]
+        found = (
+            each
+            for placement, number in operation.buckets
+            if placement < len(self._every)
+            for each in self._every[placement].updates(number)
+        )
+        return [(each, each.elements) for each in found]
+
+    def _of_group(self, index: int, members: list[tuple[ParamSpec, tuple[int, ...]]]) -> int:
+        """Blocks of one shape are updated as stacks, slices alone."""
+        group, on_cpu = self._blueprint.groups[index], self._on_cpu
+        sizes = (prod(shape) * spec.math_dtype.itemsize for spec, shape in members)
+        clipped = sum(sizes) if self._blueprint.clips and on_cpu else 0  # kernels do without
         most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
+        masters = self._blueprint.optimizer.plan.masters
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
-        for param, shape in members:
-            master = needs_master(param, blueprint.optimizer.plan.masters)
+        for spec, shape in members:
+            dtype = spec.torch_dtype
+            master = masters and dtype.itemsize < spec.math_dtype.itemsize
             if not on_cpu and len(shape) == 2:
                 shape = (min(shape), max(shape))  # the kernels take transposes together
-            stacked[shape, param.dtype, master] += 1
-        asked = blueprint.optimizer._steps.batch_elements
+            stacked[shape, dtype, master] += 1
+        asked = self._blueprint.optimizer._steps.batch_elements
         at_once = asked or (STACK_ELEMENTS if on_cpu else BATCH_ELEMENTS)
         batches: list[Batch] = []
         for (shape, dtype, master), count in stacked.items():
@@ -241,5 +265,4 @@ def _run_rules(
                 continue
             most = max(most, size)
         lanes = dealt(batches, sparing=asked is not None)
-        most = max(most, temporary_bytes(batches, lanes))
-        ledger.passing(clipped + most)
+        return clipped + max(most, temporary_bytes(batches, lanes))

@@ -28,12 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.collectives import BOTH, Collective, Counted, Launches, Leg, legs_of
 from samestep.lab.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.lab.estimate.grid import Peers, per_peer
 from samestep.lab.estimate.hardware import Hardware
-from samestep.lab.estimate.placed import Placed, Sharing, Spreading
 from samestep.lab.estimate.slots import Pass, Slot
 from samestep.lab.estimate.training import Training
 from samestep.lab.estimate.work import (
@@ -46,6 +45,7 @@ from samestep.lab.estimate.work import (
     local_work,
 )
 from samestep.plan.exchanges import transfer_of
+from samestep.plan.placement_plan import BlockPlan, BucketPlan
 from samestep.plan.schedule import (
     Agree,
     Apply,
@@ -218,9 +218,9 @@ class _Simulator:
         """Elements of DTensors that a token meets on a rank; or in one process of everything."""
         found = 0.0
         for placement in self._blueprint.placements:
-            if placement.sharings:
+            if placement.bucket_plans:
                 continue
-            whole = sum(param.numel() for param in placement.params)
+            whole = sum(spec.numel for spec in placement.specs)
             share = self._tokens_of(placement) / self._grid.sizes.get("model", 1)
             if "expert" in placement.mesh.axes:
                 share /= self._grid.sizes["expert"]
@@ -229,26 +229,26 @@ class _Simulator:
             found = sum(p.numel() for group in self._blueprint.groups for p in group["params"])
         return found
 
-    def _tokens_of(self, placement: Placed) -> float:
+    def _tokens_of(self, placement: GridPlacement) -> float:
         """Tokens that come to the parameters of a placement, in those of one rank."""
         return self._expert_tokens if "expert" in placement.mesh.axes else 1.0
 
     def _forward_shared(self, flops: float) -> None:
-        for number, sharing in self._blueprint.reduced():
-            tokens = self._tokens_of(self._blueprint.placements[number])
-            for place, bucket in reversed([*enumerate(sharing.plan.buckets)]):
+        for number, placement in self._blueprint.reduced():
+            tokens = self._tokens_of(placement)
+            for place, bucket in reversed([*enumerate(placement.buckets.plan.buckets)]):
                 self._wait("gather", BucketId(number, place))
                 self._compute(f"forward {place}", bucket.size * tokens * flops)
 
     def _backward_shared(self, flops: float, *, reduces: bool) -> None:
-        for number, sharing in self._blueprint.reduced():
-            tokens = self._tokens_of(self._blueprint.placements[number])
-            for place, bucket in enumerate(sharing.plan.buckets):
+        for number, placement in self._blueprint.reduced():
+            tokens, own = self._tokens_of(placement), placement.buckets
+            for place, bucket in enumerate(own.plan.buckets):
                 self._compute(f"backward {place}", bucket.size * tokens * flops)
-                if reduces and sharing.distribution.overlap_grad_reduce:
-                    if sharing.distribution.one_in_flight and place:
+                if reduces and own.options.overlap_grad_reduce:
+                    if own.options.one_in_flight and place:
                         self._wait("reduce", BucketId(number, place - 1))
-                    self._run(sharing.shape.sending(Reduce, BucketId(number, place)))
+                    self._run(own.shape.sending(Reduce, BucketId(number, place)))
 
     def _layers_send(self, collectives: Counted) -> None:
         """What the layers of a pass send; nothing computes meanwhile."""
@@ -345,8 +345,8 @@ class _Simulator:
                     self._advance("reduce", bucket.placement)
                     self._copy_pieces(bucket, transfer)
                     self._launch("reduce", bucket, operation)
-                    sharing = self._blueprint.shared_by(bucket)
-                    if sharing is not None and bucket.bucket == len(sharing.plan.buckets) - 1:
+                    own = self._buckets_of(bucket)
+                    if own is not None and bucket.bucket == len(own.plan.buckets) - 1:
                         self._advance("reduce", bucket.placement)
             case Agree() | Clip() | Measure():
                 if isinstance(operation, Clip):
@@ -373,9 +373,9 @@ class _Simulator:
                 self._launch("gather", bucket, operation)
             case Place(bucket):
                 self._wait("gather", bucket)
-                sharing = self._blueprint.shared_by(bucket)
-                if sharing is not None and sharing.distribution.buffers != "flat":
-                    gather = sharing.shape.exchanges[bucket.bucket].gather
+                own = self._buckets_of(bucket)
+                if own is not None and own.options.buffers != "flat":
+                    gather = own.shape.exchanges[bucket.bucket].gather
                     self._copy_pieces(bucket, transfer_of(gather))
             case Collect(chunk):
                 self._wait("host", WindowId(chunk, "chunk"))
@@ -396,40 +396,42 @@ class _Simulator:
                 self._elementwise(chunk, 12)
         self._tell(describe_operation(operation), before)
 
-    def _of_blocks(self, chunk: BucketId, count: Callable[[Spreading, int], Tensor]) -> Tensor:
+    def _buckets_of(self, bucket: BucketId) -> BucketPlan | None:
+        placement = self._blueprint.reduced_by(bucket)
+        return None if placement is None else placement.buckets
+
+    def _of_blocks(self, chunk: BucketId, count: Callable[[BlockPlan, int], Tensor]) -> Tensor:
         """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
         placement = self._blueprint.placements[chunk.placement]
         nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
-        known = {id(each): each for each in placement.spreadings}  # where all have the same
+        known = {id(each): each for each in placement.block_plans}  # where all have the same
         rows = {
             key: count(each, chunk.bucket) if chunk.bucket < len(each.chunks) else nothing
             for key, each in known.items()
         }
-        together = torch.stack([rows[id(each)] for each in placement.spreadings])
+        together = torch.stack([rows[id(each)] for each in placement.block_plans])
         return self._grid.spread_both(together, placement.peers, placement.mesh)
 
-    def _seconds_of_chunk(self, spreading: Spreading, number: int) -> Tensor:
-        return chunk_flops(spreading, number, self._hardware).seconds(self._hardware)
+    def _seconds_of_chunk(self, blocks: BlockPlan, number: int) -> Tensor:
+        return chunk_flops(blocks, number, self._hardware).seconds(self._hardware)
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """What a transfer sends is put side by side, or what it brought into place."""
-        sharing = self._blueprint.shared_by(bucket)
-        if sharing is not None and transfer is not None:
+        own = self._buckets_of(bucket)
+        if own is not None and transfer is not None:
             moved = 2 * transfer.elements * transfer.dtype.itemsize
             self._spend(moved / self._hardware.bytes_rate)
-            parts = sharing.plan.buckets[bucket.bucket].packing.parts
+            parts = own.plan.buckets[bucket.bucket].packing.parts
             self._spend(len(parts) * self._hardware.call)
 
     def _add_up(self, bucket: BucketId) -> None:
-        sharing = self._blueprint.shared_by(bucket)
-        if sharing is None or not sharing.shape.reduces:
+        placement = self._blueprint.reduced_by(bucket)
+        if placement is None or not placement.buckets.shape.reduces:
             return
-        exchanged = (
-            sharing.shape.exchanges[bucket.bucket].reduce.transfer.traffic is Traffic.EXCHANGE
-        )
-        summands = sharing.peers.size if exchanged else 1
-        own = _to_update(sharing, bucket.bucket)
-        self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
+        reduce = placement.buckets.shape.exchanges[bucket.bucket].reduce.transfer
+        summands = placement.peers.size if reduce.traffic is Traffic.EXCHANGE else 1
+        own = _to_update(placement.buckets, bucket.bucket)
+        self._bytes(own * 4 * (3 * (summands - 1) + 2), placement.peers)
 
     # --- state on the host: windows are as large as the first rank's -------------------------
 
@@ -453,23 +455,26 @@ class _Simulator:
             self._spend(share * float(work.seconds(self._hardware)))
             return
         for bucket in buckets:
-            sharing = self._blueprint.shared_by(bucket)
-            if sharing is not None:
-                self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers, share)
-            elif bucket.placement < len(self._blueprint.placements):
-                (spreading,) = self._blueprint.placements[bucket.placement].spreadings
-                self._do(elementwise_work(spreading, self._hardware), spreading.peers, share)
+            if bucket.placement == len(self._blueprint.placements):
+                continue  # of one process, and empty
+            placement = self._blueprint.placements[bucket.placement]
+            if placement.bucket_plans:
+                work = bucket_work(placement.buckets, bucket.bucket, self._hardware)
+                self._do(work, placement.peers, share)
+            else:
+                (blocks,) = placement.block_plans
+                self._do(elementwise_work(blocks, self._hardware), placement.mesh, share)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """Of what this rank has updated, to be sent."""
-        sharing = self._blueprint.shared_by(bucket)
-        if sharing is None or transfer is None:
+        placement = self._blueprint.reduced_by(bucket)
+        if placement is None or transfer is None:
             return
-        ranks, own = sharing.peers.size, _to_update(sharing, bucket.bucket)
-        copies = 0 if sharing.distribution.buffers == "flat" else 1
+        ranks, own = placement.peers.size, _to_update(placement.buckets, bucket.bucket)
+        copies = 0 if placement.buckets.options.buffers == "flat" else 1
         if transfer.traffic is Traffic.COPIES and ranks > 2:
             copies += ranks - 1
-        self._bytes(own * 2 * transfer.dtype.itemsize * copies, sharing.peers)
+        self._bytes(own * 2 * transfer.dtype.itemsize * copies, placement.peers)
 
     def _elementwise(self, chunk: BucketId, per_element: int) -> None:
         elements = self._of_blocks(chunk, chunk_parts)
@@ -477,10 +482,10 @@ class _Simulator:
         self._spend(self._of_blocks(chunk, chunk_count) * self._hardware.call)
 
     def _read_gradients(self) -> None:
-        for _, sharing in self._blueprint.reduced():
-            numbers = range(len(sharing.plan.buckets))
-            owned = torch.stack([_to_update(sharing, number) for number in numbers])
-            self._bytes(owned.sum(0) * 4, sharing.peers)
+        for _, placement in self._blueprint.reduced():
+            numbers = range(len(placement.buckets.plan.buckets))
+            owned = torch.stack([_to_update(placement.buckets, number) for number in numbers])
+            self._bytes(owned.sum(0) * 4, placement.peers)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -565,9 +570,9 @@ class _Simulator:
                 getattr(shown, row).append(span)
 
 
-def _to_update(sharing: Sharing, number: int) -> Tensor:
+def _to_update(plan: BucketPlan, number: int) -> Tensor:
     """Elements of a bucket that each peer has to update: (size,)."""
-    bucket, ranks = sharing.plan.buckets[number], sharing.peers.size
+    bucket, ranks = plan.plan.buckets[number], plan.fabric.ranks
     return per_peer([bucket.size] * ranks if bucket.replicated else bucket.segment_sizes)
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from samestep.lab.common.floor import ADAMW_BYTES, MUON_BYTES
-from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.grid import Grid, per_peer
 from samestep.lab.estimate.hardware import Hardware
-from samestep.lab.estimate.placed import Placed, Sharing, Spreading
 from samestep.layout.blocks import Block
 from samestep.layout.owners import busiest_lower_bound
 from samestep.plan.layouts import RankBoxes
+from samestep.plan.placement_plan import BlockPlan, BucketPlan
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 shape_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: shapes are few
@@ -85,7 +85,7 @@ class OwnerBalance:
     bound: float
 
 
-def balance(placement: Placed) -> OwnerBalance | None:
+def balance(placement: GridPlacement) -> OwnerBalance | None:
     """None if no matrix rule runs there."""
     ranks = placement.everyone.size
     blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
@@ -100,19 +100,19 @@ def balance(placement: Placed) -> OwnerBalance | None:
     return OwnerBalance(placement.everyone.name, ranks, count, sum(flops), *ratios)
 
 
-def owner_flops(placement: Placed, grid: Grid) -> Tensor:
+def owner_flops(placement: GridPlacement, grid: Grid) -> Tensor:
     """FLOPs of the orthogonalizations of every rank: the shape of the grid."""
     return grid.spread_both(_owned_flops(placement), placement.peers, placement.mesh)
 
 
-def _owned_flops(placement: Placed) -> Tensor:
+def _owned_flops(placement: GridPlacement) -> Tensor:
     """(peers, ranks of their mesh)."""
     flops = [[0.0] * placement.mesh.size for _ in range(placement.peers.size)]
-    for own, spreading in zip(flops, placement.spreadings, strict=False):
-        for planned in chain.from_iterable(chunk.blocks for chunk in spreading.chunks):
+    for own, plan in zip(flops, placement.block_plans, strict=False):
+        for planned in chain.from_iterable(chunk.blocks for chunk in plan.chunks):
             for owner in planned.owners:
                 own[owner] += block_flops(planned.block)
-    for bucket in () if placement.spreadings else placement.sharings[0].plan.buckets:
+    for bucket in () if placement.block_plans else placement.buckets.plan.buckets:
         has_blocks = any(placement.specs[param].blocks for param in bucket.params)
         for rank, segment in bucket.filled if has_blocks else ():
             blocks = [piece.block for piece in segment.pieces if piece.block is not None]
@@ -122,20 +122,20 @@ def _owned_flops(placement: Placed) -> Tensor:
     return torch.tensor(flops, dtype=torch.float64)
 
 
-def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
+def bucket_work(buckets: BucketPlan, number: int, hardware: Hardware) -> Work:
     """Of its updates, but those of blocks of which ranks have parts."""
-    bucket = sharing.plan.buckets[number]
-    width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
+    bucket = buckets.plan.buckets[number]
+    width = buckets.plan.params[bucket.params[0]].torch_dtype.itemsize  # a bucket has one dtype
     costs = (
         (place, piece_cost(shape, prod(shape or (piece.size,)), width, hardware))
         for place, segment in bucket.filled
         for piece in segment.pieces
-        if piece.block is None or sharing.even is None
+        if piece.block is None or buckets.even is None
         for shape in ((None,) if piece.block is None else piece.block.matrices)
     )
     found = _work(len(bucket.segments), costs)
     if bucket.replicated:
-        return Work(*(own.expand(sharing.peers.size) for own in vars(found).values()))
+        return Work(*(own.expand(buckets.fabric.ranks) for own in vars(found).values()))
     return found
 
 
@@ -153,14 +153,13 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
     return _work(1, ((0, cost) for cost in costs))
 
 
-def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
+def elementwise_work(plan: BlockPlan, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
-    members = zip(spreading.params, spreading.specs, spreading.held, strict=True)
     # Layers have the same boxes.
     alike: dict[tuple[int, int], list[RankBoxes]] = defaultdict(list)
-    for param, spec, held in members:
+    for spec, held in zip(plan.specs, plan.held, strict=True):
         if spec.blocks is None:
-            alike[id(held.boxes), param.dtype.itemsize].append(held)
+            alike[id(held.boxes), spec.torch_dtype.itemsize].append(held)
     costs = (
         (place, (times * products, times * flops, times * moved, times * pieces))
         for (_, width), same in alike.items()
@@ -168,23 +167,23 @@ def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
         for place, box in enumerate(same[0].boxes)
         for products, flops, moved, pieces in [piece_cost(None, box.numel, width, hardware)]
     )
-    return _work(spreading.peers.size, costs)
+    return _work(plan.ranks, costs)
 
 
-def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
+def chunk_flops(plan: BlockPlan, number: int, hardware: Hardware) -> Work:
     costs = (  # bytes: it is put together
         (owner, _product(shape, 8 * prod(shape), hardware))
-        for planned in spreading.chunks[number].blocks
+        for planned in plan.chunks[number].blocks
         for owner in planned.owners
         for shape in planned.block.matrices
     )
-    return _work(spreading.peers.size, costs)
+    return _work(plan.ranks, costs)
 
 
-def chunk_parts(spreading: Spreading, number: int, count: Callable[[int], int] = int) -> Tensor:
+def chunk_parts(plan: BlockPlan, number: int, count: Callable[[int], int] = int) -> Tensor:
     """Elements of a chunk's blocks that each rank holds, or a count of each such part: (ranks,)."""
-    found = [0] * spreading.peers.size
-    for planned in spreading.chunks[number].blocks:
+    found = [0] * plan.ranks
+    for planned in plan.chunks[number].blocks:
         for rank, size in planned.held.sizes.items():
             found[rank] += count(size)
     return per_peer(found)

@@ -32,12 +32,12 @@ def plan_of(ranks, hardware=H200, **settings):
 def test_buckets_and_levels_are_those_of_the_plan(ranks, levels):
     plan = plan_of(ranks)
     (found,) = choices(plan, H200, 1.0).buckets
-    ((_, sharing),) = plan.reduced()
+    ((_, placement),) = plan.reduced()
     assert not found.given
-    assert found.buckets == len(sharing.plan.buckets)
-    several = [bucket.size for bucket in sharing.plan.buckets if bucket.count > 1]
+    assert found.buckets == len(placement.buckets.plan.buckets)
+    several = [bucket.size for bucket in placement.buckets.plan.buckets if bucket.count > 1]
     assert max(several) <= found.elements < 3 * max(several)
-    assert found.levels == sharing.policy.levels == levels
+    assert found.levels == placement.buckets.policy.levels == levels
     if ranks == 8:
         assert (found.two_levels, found.hosts) == (None, 1)
     else:
@@ -57,7 +57,7 @@ def test_who_owns_no_block_and_how_many_owners_are_enough(ranks):
     found = choices(plan, H200, 1.0).owners
     owners = {
         place
-        for bucket in plan.placements[0].sharings[0].plan.buckets
+        for bucket in plan.placements[0].buckets.plan.buckets
         if not bucket.replicated
         for place, segment in bucket.filled
         if any(piece.block is not None for piece in segment.pieces)
@@ -97,9 +97,9 @@ def test_a_rank_is_counted_with_the_blocks_of_which_it_holds_parts():
     optimizer = samestep.MuonAdamW(model, groups=groups)
     over = SpreadOver((("data",),), (Cut(0),))
     plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
-    (spreading,) = plan.placements[0].spreadings
-    chunks = range(len(spreading.chunks))
-    counts = sum(chunk_count(spreading, number) for number in chunks)
+    (blocks,) = plan.placements[0].block_plans
+    chunks = range(len(blocks.chunks))
+    counts = sum(chunk_count(blocks, number) for number in chunks)
     assert counts.tolist() == [3, 3, 3, 1]  # two experts each, and rows of the shared matrix
 
 
@@ -110,7 +110,7 @@ def test_layers_that_are_alike_are_counted_each():
     optimizer = samestep.AdamW(model)
     over = SpreadOver((("data",),), (Cut(0),))
     plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
-    (spreading,) = plan.placements[0].spreadings
-    work = elementwise_work(spreading, H200)
+    (blocks,) = plan.placements[0].block_plans
+    work = elementwise_work(blocks, H200)
     assert work.pieces.tolist() == [4, 4, 4, 4]
     assert work.bytes.tolist() == [ADAMW_BYTES * (3 * 16 + 32)] * 4

@@ -77,7 +77,7 @@ def test_before_is_the_same_plan_with_copies():
     model = load_model("nanochat-d20", torch.bfloat16)
     settings = Settings(bucket_size=6_553_600)
     plan = Job(model, Degrees(16), settings, PRESETS["h200x8"]).blueprint(0)
-    now, then = (each.placements[0].sharings[0].shape.exchanges for each in (plan, in_copies(plan)))
+    now, then = (each.placements[0].buckets.shape.exchanges for each in (plan, in_copies(plan)))
     kinds = {
         (a.gather.transfer.traffic, b.gather.transfer.traffic)
         for a, b in zip(now, then, strict=True)

@@ -1,0 +1,72 @@
+"""What is alive at every moment of a step, and the moment when that is most."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+from samestep.plan.memory import BUFFERS, TEMPORARIES, Allocation, Change, Passing, Release
+
+
+class Then(NamedTuple):
+    """Bytes at one moment, by kind."""
+
+    gradients: int
+    buffers: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Ledger:
+    """Buffers that are alive, by key; it replays what operations allocate and free."""
+
+    def __init__(self) -> None:
+        self._alive: dict[object, tuple[str, int]] = {}
+        self._spare: dict[Hashable, list[object]] = defaultdict(list)  # by pool
+        self.now = dict.fromkeys(Then._fields, 0)
+        self.most = Then(0, 0, 0)
+        self._total = 0  # of the most
+
+    def replay(self, changes: Iterable[Change]) -> None:
+        """Changes in the order in which they are made."""
+        for change in changes:
+            match change:
+                case Allocation(key, nbytes, kind, pool):
+                    if pool is not None and self._spare[pool]:
+                        self.drop(self._spare[pool].pop())
+                    self.add(key, nbytes, kind)
+                case Release(key, pool):
+                    kind, nbytes = self._alive.get(key, (BUFFERS, 0))
+                    self.drop(key)
+                    if pool is not None:
+                        spare = "spare", key
+                        self.add(spare, nbytes, kind)
+                        self._spare[pool].append(spare)
+                case Passing(nbytes):
+                    self.passing(nbytes)
+
+    def add(self, key: object, size: int, kind: str = BUFFERS) -> None:
+        """It takes so many bytes from now on, whatever it took before."""
+        self.drop(key)
+        self._alive[key] = kind, size
+        self.now[kind] += size
+        total = sum(self.now.values())
+        if total > self._total:
+            self._total, self.most = total, Then(**self.now)
+
+    def drop(self, key: object) -> None:
+        """It is let go of; nothing, if it was not there."""
+        if key in self._alive:
+            kind, size = self._alive.pop(key)
+            self.now[kind] -= size
+
+    def passing(self, size: int) -> None:
+        """It comes, and goes at once."""
+        self.add("passing", size, TEMPORARIES)
+        self.drop("passing")
+
+    def size(self, key: object) -> int | None:
+        """Bytes of what is alive."""
+        return self._alive[key][1] if key in self._alive else None

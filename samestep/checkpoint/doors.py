@@ -14,6 +14,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
@@ -41,10 +42,7 @@ class Writer(RawWriter):
         super().__init__(Path(path), 0, {})
         self._path, self._extra, self._keep = Path(path), extra, keep
         self._unfinished: folder.Unfinished | None = None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Make the folder that becomes the checkpoint, on one rank."""
-        self._unfinished = folder.Unfinished(self._path) if is_coordinator else None
+        self._give_up = finalize(self, lambda: None)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what is no tensor: there is no pickle in these checkpoints."""
@@ -57,8 +55,13 @@ class Writer(RawWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank where all of them write."""
-        assert self._unfinished is not None
+        """Make the folder that becomes the checkpoint, and tell each rank.
+
+        torch tells a writer nothing of a save that fails on another rank: the folder goes with
+        the writer, unless it is finished.
+        """
+        self._unfinished = folder.Unfinished(self._path)
+        self._give_up = finalize(self, self._unfinished.abandon)
         where = self._unfinished.folder.name
         return [replace(plan, storage_data=(where, rank)) for rank, plan in enumerate(plans)]
 
@@ -66,7 +69,11 @@ class Writer(RawWriter):
         """Write a rank's boxes into the folder that the plan names."""
         name, self.rank = plan.storage_data
         self.folder = self._path.with_name(name)
-        return super().write_data(plan, planner)
+        try:
+            return super().write_data(plan, planner)
+        except BaseException:
+            self._give_up()
+            raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index and move the folder to its place."""
@@ -76,8 +83,9 @@ class Writer(RawWriter):
             super().finish(metadata, results)
             self._unfinished.commit(self._keep)
         except BaseException:
-            self._unfinished.abandon()
+            self._give_up()
             raise
+        self._give_up.detach()
 
 
 def reader(path: str | os.PathLike[str]) -> StoredCheckpoint:

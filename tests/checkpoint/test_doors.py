@@ -1,11 +1,14 @@
 """Checkpoints go through the doors of torch.distributed.checkpoint in both directions."""
 
+import gc
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import samestep
-from samestep.checkpoint import CheckpointError, Writer, reader
+from samestep.checkpoint import CheckpointError, Writer, reader, storage
 from tests.checkpoint.training import Case, build
 from tests.ranks import run_forked
 
@@ -57,7 +60,26 @@ def test_state_that_ranks_share_is_read_whole_by_dcp(tmp_path):
 def test_what_is_no_tensor_is_refused_by_its_name(tmp_path):
     with pytest.raises(dcp.api.CheckpointException, match=r"'step' is no tensor.*extra="):
         dcp.save({"w": torch.ones(2), "step": 3}, storage_writer=Writer(tmp_path / "a"))
-    assert not (tmp_path / "a").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_on_one_rank_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch):
+    def job(rank):
+        tensors = {"w": torch.full((4,), float(rank))} if rank else {"w": torch.zeros(4)}
+        tensors[f"own{rank}"] = torch.ones(3)
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(storage, "_append", lambda *_: (_ for _ in ()).throw(OSError("full")))
+            with pytest.raises(dcp.api.CheckpointException, match="full"):
+                dcp.save(tensors, storage_writer=Writer(tmp_path / "a"))
+        gc.collect()  # the error held the writer
+        dist.barrier()
+        left = sorted(path.name for path in tmp_path.iterdir())
+        dist.barrier()
+        dcp.save(tensors, storage_writer=Writer(tmp_path / "a"))
+        return left, sorted(reader(tmp_path / "a").tensors)
+
+    assert run_forked(2, job) == [([], ["own0", "own1", "w"])] * 2
 
 
 def test_a_damaged_index_is_told_by_the_reader(tmp_path):

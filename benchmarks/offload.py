@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import samestep
 from benchmarks import gpt_config, heading, run_script, write_json
 from samestep.lab.bench.gpu.measure import give_back_memory, settle
-from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import plan_on_grid
 from samestep.lab.estimate.memory import RankMemory, rank_memory
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS
@@ -115,7 +115,7 @@ def ours(
 
 def planned(options: Options, optimizer: samestep.MuonAdamW) -> RankMemory:
     """What the plan says of an optimizer of parameters without memory."""
-    return rank_memory(blueprint(optimizer, one_axis(1), device=torch.device(options.device)), 0)
+    return rank_memory(plan_on_grid(optimizer, one_axis(1), device=torch.device(options.device)), 0)
 
 
 def seconds(options: Options, run: Callable[[], object]) -> float:

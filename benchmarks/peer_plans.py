@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from samestep.groups.param_groups import rule_of
-from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.collectives import Collective, seconds_of
 from samestep.lab.estimate.grid import Grid, Peers, per_peer
+from samestep.lab.estimate.grid_plan import GridPlan
 from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.model import Model, is_expert
 from samestep.lab.estimate.scaling import Point
@@ -103,7 +103,7 @@ class Share:
         return seconds, flops_of, state
 
 
-def params_of(plan: Blueprint, model: Model, training: Training) -> list[Param]:
+def params_of(plan: GridPlan, model: Model, training: Training) -> list[Param]:
     """Of the model on a grid of data and expert ranks, in order of use; norms left out."""
     grid = plan.grid
     dense, experts = grid.peers("data", "expert"), grid.peers("data")
@@ -351,7 +351,7 @@ class _Clocks:
 
 
 def all_peers(
-    plan: Blueprint, model: Model, hardware: Hardware, trainings: tuple[Training, Training]
+    plan: GridPlan, model: Model, hardware: Hardware, trainings: tuple[Training, Training]
 ) -> dict[str, Point]:
     params = params_of(plan, model, trainings[0])
     whole = DTYPE.itemsize * sum(param.elements for param in params)

@@ -22,10 +22,10 @@ from benchmarks import run_script
 from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
 from samestep.lab.estimate.activations import Batch
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.cluster import Job, Settings
 from samestep.lab.estimate.figures import stage_figures
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.lab.estimate.hardware import PRESETS, Hardware
 from samestep.lab.estimate.memory import kept_memory
 from samestep.lab.estimate.model import load_model
@@ -69,7 +69,7 @@ def stages(models: tuple[tuple[str, int], ...] = STAGED) -> Iterator[str]:
         cells = []
         for sharding in ("none", "zero1", "zero2", "zero3"):
             settings = Settings(sharding=sharding, muon=False, clip=False)
-            plan = Job(model, Degrees(ranks), settings, PRESETS["h200x8"]).blueprint(0)
+            plan = Job(model, Degrees(ranks), settings, PRESETS["h200x8"]).grid_plan(0)
             kept = max(kept_memory(plan, rank) for rank in (0, ranks - 1))
             whole = 2 * model.parameters
             gradients = whole if sharding in ("none", "zero1") else whole / ranks
@@ -93,7 +93,7 @@ def muon_savings() -> Iterator[str]:
             state_dtypes={"momentum_buffer": torch.bfloat16},
             master_weights=False,
         )
-        plan = blueprint(optimizer, one_axis(ranks))
+        plan = plan_on_grid(optimizer, one_axis(ranks))
         whole = sum(param.nbytes for param in model.parameters())
         kept = [kept_memory(plan, rank) for rank in range(ranks)]
         together = sum(k.parameters + k.state for k in kept) / whole + 1
@@ -123,7 +123,7 @@ def simulated() -> dict[str, Timeline]:
             model = Matrices(shapes)
         groups = [{"params": ["*"], "rule": "muon"}]
         optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
-        plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over, device=CUDA)
+        plan = plan_on_grid(optimizer, one_axis(4), spread=lambda name, param: over, device=CUDA)
         found[name] = simulate(plan, machine, show=range(4))
     return found
 
@@ -150,7 +150,7 @@ def overlap() -> Iterator[str]:
                 overlap_gathers=name == "both",
                 bucket_size=40_000_000,
             )  # fmt: skip
-            plan = Job(model, Degrees(64), settings, PRESETS["a100x8"]).blueprint(0)
+            plan = Job(model, Degrees(64), settings, PRESETS["a100x8"]).grid_plan(0)
             timeline = simulate(plan, PRESETS["a100x8"], training=Training(tokens))
             base = base or timeline.seconds
             busy = float(timeline.link.mean())
@@ -241,7 +241,7 @@ def throughput() -> Iterator[str]:
     for cards, tokens in ((8, 2048), (8, 8192), (1, 2048), (1, 8192)):
         machine, base = with_cards(PRESETS["a100x8"], cards), 0.0
         for name, settings in ways.items():
-            plan = Job(model, Degrees(64), settings, machine).blueprint(0)
+            plan = Job(model, Degrees(64), settings, machine).grid_plan(0)
             seconds = simulate(plan, machine, training=Training(tokens)).seconds
             speed = 64 * tokens / seconds
             base = base or speed
@@ -262,7 +262,7 @@ def strong() -> Iterator[str]:
         for ranks in (128, 256, 512):
             batch = Batch(length, 1024 // (ranks // 4), "full", 1)
             job = Job(model, Degrees(ranks, tp=4), settings, machine, batch)
-            timeline = simulate(job.blueprint(0), machine, training=training_of(job))
+            timeline = simulate(job.grid_plan(0), machine, training=training_of(job))
             speeds[ranks] = 1024 * length / timeline.seconds
         gains = [f"{128 * speeds[n] / (n * speeds[128]):.0%}" for n in (256, 512)]
         told = [f"{speed:,.0f}" for speed in speeds.values()]
@@ -277,7 +277,7 @@ def distmuon() -> Iterator[str]:
     alone = 0.0
     for ranks in (1, 8, 64, 512):
         job = Job(model, Degrees(ranks), Settings(), machine, Batch(524_288 // ranks))
-        training, plan = training_of(job), job.blueprint(0)
+        training, plan = training_of(job), job.grid_plan(0)
         assert training is not None
         ours = simulate(plan, machine, training=training).seconds
         alone = alone or ours
@@ -313,7 +313,7 @@ def parallel_muon() -> Iterator[str]:
     yield "| what is assumed | step, s | products | the rest of the work | exposed |"
     yield "|---|---|---|---|---|"
     for name, hardware, settings in cases:
-        found = simulate(Job(model, Degrees(8), settings, hardware).blueprint(0), hardware)
+        found = simulate(Job(model, Degrees(8), settings, hardware).grid_plan(0), hardware)
         products = 620.9e12 / 8 / hardware.product_rate(4096) / found.seconds
         exposed = found.exposed_seconds / found.seconds
         idle = float(found.idle.mean()) / found.seconds

@@ -26,10 +26,10 @@ from benchmarks import heading, run_script, slowest, write_json
 from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
 from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
-from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.calibration import Measured, hardware, measure
 from samestep.lab.estimate.decoder import Decoder, Shape
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import plan_on_grid
 from samestep.lab.estimate.hardware import Hardware, hardware_as_json
 from samestep.lab.estimate.timeline import simulate
 from samestep.launch.forked import run_forked
@@ -205,7 +205,7 @@ def main(options: Options) -> None:
                 model = Decoder(MODELS[name])
             optimizer = optimizer_of(model, layout, ranks, hosts)
             on_links = machine if hosts > 1 else None
-            plan = blueprint(optimizer, one_axis(ranks), hardware=on_links)
+            plan = plan_on_grid(optimizer, one_axis(ranks), hardware=on_links)
             timeline = simulate(plan, machine)
             measured = statistics.median(times)
             rows.append(

@@ -24,8 +24,8 @@ from benchmarks.pages import put_table
 from benchmarks.peer_plans import all_peers
 from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Batch
-from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.cluster import Job, Settings
+from samestep.lab.estimate.grid_plan import GridPlacement, GridPlan
 from samestep.lab.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.lab.estimate.model import Model, load_model
 from samestep.lab.estimate.pictures import scaling_picture
@@ -65,7 +65,7 @@ class Options:
     )
 
 
-def in_copies(plan: Blueprint) -> Blueprint:
+def in_copies(plan: GridPlan) -> GridPlan:
     """The same plan with unequal segments as an all-to-all of copies, in one level."""
 
     def old(placement: GridPlacement) -> GridPlacement:
@@ -90,11 +90,11 @@ def points(
     assert weak is not None
     assert strong is not None
 
-    def of(plan: Blueprint) -> Point:
+    def of(plan: GridPlan) -> Point:
         return point_of(plan, hardware, degrees.world, weak, strong)
 
-    def plan_of(settings: Settings) -> Blueprint:
-        return replace(job, settings=settings).blueprint(0)
+    def plan_of(settings: Settings) -> GridPlan:
+        return replace(job, settings=settings).grid_plan(0)
 
     plan = plan_of(settings)
     yield "samestep", of(plan)

@@ -35,10 +35,10 @@ from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
 from samestep.lab.bench.gpu.report import Screen
-from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.calibration import Measured, hardware, measure
 from samestep.lab.estimate.decoder import Decoder
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import plan_on_grid
 from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.timeline import simulate
 from samestep.plan.links import CPU_LINKS, Link
@@ -133,7 +133,7 @@ def predicted_seconds(machine: Hardware, levels: int, layout: str) -> float:
     per_host, keywords = machine.ranks_per_host, {**LAYOUTS[layout], "two_levels": levels == 2}
     with torch.device("meta"):
         optimizer = optimizer_of(Decoder(MODEL), per_host, **keywords)
-    plan = blueprint(optimizer, one_axis(HOSTS * per_host), hardware=machine)
+    plan = plan_on_grid(optimizer, one_axis(HOSTS * per_host), hardware=machine)
     return simulate(plan, machine).seconds
 
 

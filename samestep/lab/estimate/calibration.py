@@ -21,8 +21,8 @@ import samestep
 from samestep.comm.collectives import exchange_segments, gather_segments, reduce_segments, total
 from samestep.comm.groups import RankGroup, registry
 from samestep.groups.param_groups import complete
-from samestep.lab.estimate.blueprint import Blueprint, blueprint
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import GridPlan, plan_on_grid
 from samestep.lab.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.lab.estimate.options import Options
 from samestep.lab.estimate.work import local_work
@@ -185,7 +185,7 @@ def measured_ms(receipt: Mapping[str, Any], contestant: str = OURS) -> float:
     return float(found["ms"]["median"])
 
 
-def one_process(name: str, *, muon: bool = True) -> Blueprint:
+def one_process(name: str, *, muon: bool = True) -> GridPlan:
     """A set of `samestep bench step` on one device, clipping on."""
     shapes = SETS[name]
     params = [
@@ -199,7 +199,7 @@ def one_process(name: str, *, muon: bool = True) -> Blueprint:
         for kind, rule in rules.items()
     ]
     optimizer = samestep.MuonAdamW(groups, max_grad_norm=1.0 if muon else None)
-    return blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
+    return plan_on_grid(optimizer, one_axis(1), device=torch.device("cuda"))
 
 
 def hardware_of(receipt: Mapping[str, Any]) -> Hardware:

@@ -13,8 +13,8 @@ from math import ceil, sqrt
 import torch
 
 from samestep.lab.common.numbers import count, duration
-from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.grid import Grid
+from samestep.lab.estimate.grid_plan import GridPlacement, GridPlan
 from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.work import owner_flops, shape_flops
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
@@ -142,7 +142,7 @@ class Choices:
         return found + list(self.owners.lines() if self.owners is not None else ())
 
 
-def choices(plan: Blueprint, hardware: Hardware, within: float) -> Choices:
+def choices(plan: GridPlan, hardware: Hardware, within: float) -> Choices:
     """within: seconds of a step, or of an iteration."""
     buckets = [
         _of_buckets(placement, plan.grid, hardware)
@@ -182,7 +182,7 @@ def _of_buckets(placement: GridPlacement, grid: Grid, hardware: Hardware) -> Buc
     )
 
 
-def _of_owners(plan: Blueprint, hardware: Hardware, within: float) -> OwnerChoice | None:
+def _of_owners(plan: GridPlan, hardware: Hardware, within: float) -> OwnerChoice | None:
     shapes = [
         block.shape
         for placement in plan.placements

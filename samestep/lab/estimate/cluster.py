@@ -3,7 +3,7 @@
 What the hybrid stack of `parallel` does, as data:
 
     shares = plan_shares(model_on_meta, plan, degrees)
-    stack_blueprint(optimizer, degrees, shares)
+    stack_on_grid(optimizer, degrees, shares)
 
 Tensor and expert parallel cut a parameter first, then FSDP2 shards what is left on a rank. For a
 model without a plan of its own, shares are guessed from the names that models use.
@@ -26,9 +26,9 @@ from samestep.groups.distribution import Offload
 from samestep.groups.routing import EMBEDDING_NAME
 from samestep.groups.state_flags import StateWord, state_dtypes_of
 from samestep.lab.estimate.activations import Batch, LayerMemory
-from samestep.lab.estimate.blueprint import Blueprint, Spread, SpreadOver, blueprint
 from samestep.lab.estimate.fsdp import Unit
 from samestep.lab.estimate.grid import Beside, Grid
+from samestep.lab.estimate.grid_plan import GridPlan, Spread, SpreadOver, plan_on_grid
 from samestep.lab.estimate.hardware import Hardware, device_of
 from samestep.lab.estimate.model import Model, is_expert, known_options, layers_of
 from samestep.layout.boxes import Cut
@@ -153,7 +153,7 @@ def _factor(axes: _Axes, share: Share) -> SpreadOver:
     return SpreadOver(tuple(mesh), tuple(cuts), tuple(summed))
 
 
-def stack_blueprint(
+def stack_on_grid(
     optimizer: RuleOptimizer,
     degrees: Degrees,
     share_of: ShareOf,
@@ -162,7 +162,7 @@ def stack_blueprint(
     fsdp: bool = True,
     device: torch.device | None = None,
     hardware: Hardware | None = None,
-) -> Blueprint:
+) -> GridPlan:
     """What an optimizer of one stage, built in one process, would do on all ranks of it."""
     grid = stack_grid(degrees, stage)
     everyone, outer = grid.peers(*grid.sizes), None
@@ -172,7 +172,7 @@ def stack_blueprint(
         same = degrees.ep > 1 and not degrees.ep_carries_data
         everyone = grid.peers("expert" if same else "data")
     spread = stack_spread(degrees, share_of, fsdp=fsdp)
-    return blueprint(
+    return plan_on_grid(
         optimizer, grid, everyone=everyone, outer=outer, spread=spread, device=device,
         hardware=hardware,
     )  # fmt: skip
@@ -288,7 +288,7 @@ class Job:
                 seen.add(shapes)
                 yield stage
 
-    def blueprint(self, stage: int) -> Blueprint:
+    def grid_plan(self, stage: int) -> GridPlan:
         """All ranks of one pipeline stage."""
         degrees, hardware = self.degrees, self.hardware
         device = device_of(hardware)
@@ -298,7 +298,7 @@ class Job:
         _check_experts(module, degrees.ep)
         optimizer = _optimizer(module, self.settings, shards)
         try:
-            return stack_blueprint(
+            return stack_on_grid(
                 optimizer, degrees, guessed_shares(degrees), stage=stage, fsdp=shards,
                 device=device, hardware=hardware,
             )  # fmt: skip

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, maximum
 
 from samestep.comm.presence import PROBLEM_CODES, presence_elements
-from samestep.lab.estimate.blueprint import Blueprint, GridPlacement, Summands
 from samestep.lab.estimate.grid import Grid, Peers, per_peer
+from samestep.lab.estimate.grid_plan import GridPlacement, GridPlan, Summands
 from samestep.lab.estimate.hardware import RINGS, Hardware
 from samestep.plan.bucket_exchanges import BucketExchanges
 from samestep.plan.chunks import Chunk
@@ -133,30 +133,30 @@ def _received(transfer: Transfer, ranks: int) -> Tensor:
 class Launches:
     """Collectives by operation, in the order in which all ranks launch them."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        self._blueprint = blueprint
+    def __init__(self, grid_plan: GridPlan) -> None:
+        self._grid_plan = grid_plan
 
     def of_step(self, rank: int | None = None) -> list[Collective]:
         """Those that a rank launches; None: those of all."""
-        operations = self._blueprint.schedule(rank)
+        operations = self._grid_plan.schedule(rank)
         inside = 0  # backward, which is over when a step begins
-        if self._blueprint.distribution.overlap_grad_reduce:
+        if self._grid_plan.distribution.overlap_grad_reduce:
             inside = sum(isinstance(operation, Reduce) for operation in operations)
         found = [each for op in operations[:inside] for each in self.of(op)]
         found += self.of_beginning()
         found += [each for op in operations[inside:] for each in self.of(op)]
         if rank is None:
             return found
-        grid = self._blueprint.grid
+        grid = self._grid_plan.grid
         return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
         """What comes before the first operation: problems of other stages, if nothing is agreed."""
-        return [] if self._blueprint.placements else list(self._hear_others())
+        return [] if self._grid_plan.placements else list(self._hear_others())
 
     def of(self, operation: Operation) -> Iterator[Collective]:
         """What an operation launches."""
-        there = len(self._blueprint.placements)
+        there = len(self._grid_plan.placements)
         if isinstance(operation, OfBucket) and operation.bucket.placement == there:
             return  # of one process
         match operation:
@@ -180,8 +180,8 @@ class Launches:
             case Sum(chunk):
                 yield from self._of_chunk(chunk, lambda own: own.sums)
             case Measure():
-                elements = 2 * len(self._blueprint.groups)
-                everyone = self._blueprint.everyone
+                elements = 2 * len(self._grid_plan.groups)
+                everyone = self._grid_plan.everyone
                 yield from _summed("update sizes", everyone, torch.float64, elements)
 
     # --- scalars -----------------------------------------------------------------------------
@@ -190,52 +190,52 @@ class Launches:
         self, name: str, peers: Peers | None, elements: int = PROBLEM_CODES
     ) -> Iterator[Collective]:
         """Of some ranks, where there are others that have to know; a GPU does not wait for it."""
-        if peers is not None and self._blueprint.device.type == "cpu":
+        if peers is not None and self._grid_plan.device.type == "cpu":
             yield from _summed(name, peers, torch.int64, elements)
 
     def _all_holders(self) -> Peers | None:
         """All ranks that hold anything, as optimizers decide; None: those of every placement."""
-        blueprint = self._blueprint
-        held_by = dict.fromkeys(each.everyone for each in blueprint.placements)
+        grid_plan = self._grid_plan
+        held_by = dict.fromkeys(each.everyone for each in grid_plan.placements)
         if len(held_by) < 2:
             return None
         axes = {axis for peers in held_by for axis in peers.axes}
-        union = blueprint.grid.peers(*axes)
-        return next((each for each in held_by if each.size == union.size), blueprint.everyone)
+        union = grid_plan.grid.peers(*axes)
+        return next((each for each in held_by if each.size == union.size), grid_plan.everyone)
 
     def _agree(self, number: int) -> Iterator[Collective]:
-        placement = self._blueprint.placements[number]
+        placement = self._grid_plan.placements[number]
         elements = presence_elements(len(placement.specs), placement.replicated)
         for peers in filter(None, (placement.peers, placement.outer, placement.mesh)):
             yield from _summed("presence", peers, torch.int64, elements)
         for over, each in placement.gradient_sums():
             size_on = partial(self._held_by, placement, each.params)
             yield from self._sums(over, placement.mesh, each.dtype, size_on)
-        if number == len(self._blueprint.placements) - 1:
+        if number == len(self._grid_plan.placements) - 1:
             yield from self._hear_others()
 
     def _hear_others(self) -> Iterator[Collective]:
         """Problems of ranks that share no parameter with this one."""
         yield from self._codes("problems", self._all_holders())
-        yield from self._codes("problems", self._blueprint.stages)
+        yield from self._codes("problems", self._grid_plan.stages)
 
     def _clip(self) -> Iterator[Collective]:
-        blueprint = self._blueprint
-        count = 1 + len(blueprint.optimizer._steps.clipped_rules)
+        grid_plan = self._grid_plan
+        count = 1 + len(grid_plan.optimizer._steps.clipped_rules)
         over = dict.fromkeys(
-            each.everyone if each.block_plans else blueprint.everyone
-            for each in blueprint.placements
+            each.everyone if each.block_plans else grid_plan.everyone
+            for each in grid_plan.placements
         )
         for peers in over:
             yield from _summed("gradient norm", peers, torch.float64, count)
-        if blueprint.stages is not None:
-            peers = blueprint.stages
-            on_cpu = blueprint.device.type == "cpu"
+        if grid_plan.stages is not None:
+            peers = grid_plan.stages
+            on_cpu = grid_plan.device.type == "cpu"
             name, sizes = "norm of stages", (count,) * peers.size
             gather = gather_of(name, torch.float64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
             yield Collective((gather,), peers)
         yield from self._codes("not finite", self._all_holders(), 1)
-        yield from self._codes("not finite", blueprint.stages, 1)
+        yield from self._codes("not finite", grid_plan.stages, 1)
 
     def _sums(
         self, over: Peers, among: Peers, dtype: torch.dtype, size_on: Callable[[int], int | None]
@@ -244,7 +244,7 @@ class Launches:
 
         size_on: elements of a rank; None: it has nothing to add up.
         """
-        grid = self._blueprint.grid
+        grid = self._grid_plan.grid
         others = grid.peers(*(axis for axis in among.axes if axis not in over.axes))
         sizes = [size_on(grid.rank_at(others, place)) for place in range(others.size)]
         if over.size > 1 and any(size is not None for size in sizes):
@@ -256,7 +256,7 @@ class Launches:
 
     def _held_by(self, placement: GridPlacement, params: Sequence[int], rank: int) -> int:
         """How many elements of some parameters a rank holds."""
-        place, (blocks,) = self._blueprint.grid.place(rank, placement.mesh), placement.block_plans
+        place, (blocks,) = self._grid_plan.grid.place(rank, placement.mesh), placement.block_plans
         return sum(blocks.held[param].boxes[place].numel for param in params)
 
     # --- buckets and chunks: as the plan has them ----------------------------------------------
@@ -265,7 +265,7 @@ class Launches:
         self, bucket: BucketId, which: Callable[[BucketExchanges], Exchange | None]
     ) -> Iterator[Collective]:
         """An exchange between the ranks that have copies of a placement."""
-        placement = self._blueprint.placements[bucket.placement]
+        placement = self._grid_plan.placements[bucket.placement]
         if placement.peers.size == 1:
             return
         exchanges = [which(each.shape.exchanges[bucket.bucket]) for each in placement.bucket_plans]
@@ -277,7 +277,7 @@ class Launches:
 
     def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
         """Averaged gradients of which ranks of a mesh have summands."""
-        placement, grid = self._blueprint.placements[bucket.placement], self._blueprint.grid
+        placement, grid = self._grid_plan.placements[bucket.placement], self._grid_plan.grid
         if not placement.bucket_plans or not placement.summands:
             return
         first = placement.buckets
@@ -297,7 +297,7 @@ class Launches:
         self, chunk: BucketId, which: Callable[[Chunk], Exchange | Transfer | None]
     ) -> Iterator[Collective]:
         """An exchange between the ranks of a mesh; nothing, if nothing travels."""
-        placement = self._blueprint.placements[chunk.placement]
+        placement = self._grid_plan.placements[chunk.placement]
         found: list[Transfer | None] = []
         for each in placement.block_plans:
             own = each.chunks[chunk.bucket] if chunk.bucket < len(each.chunks) else None
@@ -312,7 +312,7 @@ class Launches:
     ) -> Iterator[Collective]:
         """The transfers over groups that do the same, by place in the group."""
         for together in zip(*by_place, strict=True):
-            placement = self._blueprint.placements[bucket.placement]
+            placement = self._grid_plan.placements[bucket.placement]
             assert placement.outer is not None
             yield Collective(together, placement.outer, among=placement.peers)
 

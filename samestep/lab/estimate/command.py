@@ -197,7 +197,7 @@ def _every_stage(job: Job, worst: StageFigures) -> dict[Stage, StageNeeds]:
         buffers = "flat" if flat else "per_parameter"
         other = replace(job, settings=replace(settings, sharding=stage, buffers=buffers))
         with suppress(BadRequestError):  # does not exist here
-            every[stage] = stage_needs(other, other.blueprint(worst.stage), worst.stage)
+            every[stage] = stage_needs(other, other.grid_plan(worst.stage), worst.stage)
     return every
 
 

@@ -13,11 +13,11 @@ from itertools import chain
 from typing import Any
 
 from samestep.lab.estimate.activations import Activations, Batch
-from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.choices import Choices, choices
 from samestep.lab.estimate.cluster import STAGES, Job, Stage
 from samestep.lab.estimate.collectives import Collective, Launches
 from samestep.lab.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
+from samestep.lab.estimate.grid_plan import GridPlan
 from samestep.lab.estimate.ledger import Then
 from samestep.lab.estimate.memory import RankMemory, rank_memory, whole_gradients
 from samestep.lab.estimate.sends import LayerSends, StageSends
@@ -96,7 +96,7 @@ class StageFigures(StageNeeds):
     operations: int
 
 
-def stage_needs(job: Job, plan: Blueprint, stage: int) -> StageNeeds:
+def stage_needs(job: Job, plan: GridPlan, stage: int) -> StageNeeds:
     degrees, batch = job.degrees, job.batch
     micro_batches = degrees.pp if batch is None else batch.micro_batches  # as many as stages
     memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
@@ -123,7 +123,7 @@ def stage_needs(job: Job, plan: Blueprint, stage: int) -> StageNeeds:
 
 
 def _of_model(
-    plan: Blueprint, sends: StageSends, degrees: Degrees, batch: Batch
+    plan: GridPlan, sends: StageSends, degrees: Degrees, batch: Batch
 ) -> Iterator[GroupTraffic]:
     """What layers and stages send."""
     yield from _traffic(plan, sends.collectives(batch.recompute), "layers", batch.micro_batches)
@@ -135,9 +135,9 @@ def _of_model(
 
 def stage_figures(
     job: Job, stage: int, *, drawn: int = 0
-) -> tuple[StageFigures, Blueprint, Timeline]:
+) -> tuple[StageFigures, GridPlan, Timeline]:
     """Plan one stage and read everything off it; the timeline shows the first `drawn` ranks."""
-    plan = job.blueprint(stage)
+    plan = job.grid_plan(stage)
     show = range(min(plan.grid.ranks, drawn))
     timeline = simulate(plan, job.hardware, show=show, training=training_of(job, stage))
     figures = StageFigures(
@@ -153,7 +153,7 @@ def stage_figures(
     return figures, plan, timeline
 
 
-def sample_ranks(plan: Blueprint) -> list[int]:
+def sample_ranks(plan: GridPlan) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
     grid = plan.grid
     found = {0, grid.ranks // 2, grid.ranks - 1}
@@ -177,7 +177,7 @@ def sample_ranks(plan: Blueprint) -> list[int]:
 
 
 def _traffic(
-    plan: Blueprint, launches: Sequence[Collective], by: str, times: int = 1
+    plan: GridPlan, launches: Sequence[Collective], by: str, times: int = 1
 ) -> list[GroupTraffic]:
     """By kind and axes, of collectives that are launched so many times."""
     alike: dict[tuple[str, int, str], list[Collective]] = defaultdict(list)

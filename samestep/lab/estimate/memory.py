@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.groups.param_groups import rule_of
-from samestep.lab.estimate.blueprint import Blueprint
+from samestep.lab.estimate.grid_plan import GridPlan
 from samestep.lab.estimate.ledger import Ledger, Then
 from samestep.lab.estimate.temporaries import RulePeaks, kernel_is_enough
 from samestep.plan.memory import GRADIENTS, BlockMemory, BucketMemory, GradientMemory
@@ -70,35 +70,35 @@ class RankMemory(NamedTuple):
         return self if inside.total <= self.gradients_then + self.in_flight else self.at(inside)
 
 
-def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
-    kept = kept_memory(blueprint, rank)
-    gradients, then = passing_memory(blueprint, rank)
+def rank_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
+    kept = kept_memory(grid_plan, rank)
+    gradients, then = passing_memory(grid_plan, rank)
     found = kept._replace(gradients=gradients).at(then)
-    if blueprint.distribution.offload is None:
+    if grid_plan.distribution.offload is None:
         return found
-    staging = sum(staging_bytes(blueprint.schedule(rank)))
+    staging = sum(staging_bytes(grid_plan.schedule(rank)))
     on_host = kept.main_parameters + kept.state
     return found._replace(main_parameters=0, state=0, staging=staging, on_host=on_host)
 
 
-def kept_memory(blueprint: Blueprint, rank: int) -> RankMemory:
+def kept_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
     """What stays on a rank wherever its state is: parameters, main parameters and state."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
-    for placement, own in zip(blueprint.placements, blueprint.on_rank(rank), strict=True):
+    for placement, own in zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True):
         if own.buckets is not None:
             params += _whole_parameters(own.buckets)
-            entries += _shared_state(own.buckets, own.place, blueprint.groups)
+            entries += _shared_state(own.buckets, own.place, grid_plan.groups)
             if own.blocks is not None:
-                entries += _owned_state(own.blocks, own.mesh_place, blueprint.groups)
+                entries += _owned_state(own.blocks, own.mesh_place, grid_plan.groups)
         elif own.blocks is not None:
             params += sum(n * spec.torch_dtype.itemsize for spec, n in placement.stored(own))
             for spec, held in zip(own.blocks.specs, own.blocks.held, strict=True):
                 elements = held.boxes[own.mesh_place].numel
-                entries += _spread_state(spec, elements, blueprint.groups)
-            entries += _owned_state(own.blocks, own.mesh_place, blueprint.groups)
-    for param, spec in () if blueprint.placements else blueprint.local_specs.items():
+                entries += _spread_state(spec, elements, grid_plan.groups)
+            entries += _owned_state(own.blocks, own.mesh_place, grid_plan.groups)
+    for param, spec in () if grid_plan.placements else grid_plan.local_specs.items():
         params += spec.nbytes
-        state = blueprint.optimizer.state[param]
+        state = grid_plan.optimizer.state[param]
         entries += ((key, tensor.nbytes) for key, tensor in state.items())
     main = sum(size for key, size in entries if key in MASTERS)
     return RankMemory(params, 0, main, sum(size for _, size in entries) - main)
@@ -147,25 +147,25 @@ def _spread_state(
         yield key, count * how.dtype.itemsize
 
 
-def whole_gradients(blueprint: Blueprint, rank: int) -> int:
+def whole_gradients(grid_plan: GridPlan, rank: int) -> int:
     """Gradients that backward passes leave before any is reduced."""
-    return sum(_gradient_bytes(blueprint.stored(rank)))
+    return sum(_gradient_bytes(grid_plan.stored(rank)))
 
 
 def _gradient_bytes(stored: Iterable[tuple[ParamSpec, int]]) -> list[int]:
     return [elements * spec.gradient_dtype.itemsize for spec, elements in stored]
 
 
-def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
+def passing_memory(grid_plan: GridPlan, rank: int) -> tuple[int, Then]:
     """Gradients when backward is over, and the moment when most is alive."""
-    ledger, rules = Ledger(), _Rules(blueprint, rank)
-    operations = _memories(blueprint, rank, rules)
+    ledger, rules = Ledger(), _Rules(grid_plan, rank)
+    operations = _memories(grid_plan, rank, rules)
     for each in operations:  # a pipeline has several micro-batches
-        ledger.replay(each.backward(again=blueprint.stages is not None))
+        ledger.replay(each.backward(again=grid_plan.stages is not None))
     gradients = ledger.now[GRADIENTS]
     for each in operations:
         ledger.replay(each.begin())
-    for operation in blueprint.schedule(rank):
+    for operation in grid_plan.schedule(rank):
         if isinstance(operation, Update):
             for nbytes in rules.update(operation):
                 ledger.passing(nbytes)
@@ -175,11 +175,11 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
 
 
 def _memories(
-    blueprint: Blueprint, rank: int, rules: "_Rules"
+    grid_plan: GridPlan, rank: int, rules: "_Rules"
 ) -> list[BucketMemory | BlockMemory | GradientMemory]:
     """What operations allocate and free, by placement: of buckets, and of blocks."""
     found: list[BucketMemory | BlockMemory | GradientMemory] = []
-    each = zip(blueprint.placements, blueprint.on_rank(rank), strict=True)
+    each = zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True)
     for number, (placement, own) in enumerate(each):
         gradients: list[int] = []
         if own.buckets is not None:
@@ -191,21 +191,21 @@ def _memories(
             found.append(
                 BlockMemory(number, own.blocks, own.mesh_place, rules, gradients, summands)
             )
-    return found or [GradientMemory(0, _gradient_bytes(blueprint.stored(rank)))]
+    return found or [GradientMemory(0, _gradient_bytes(grid_plan.stored(rank)))]
 
 
 class _Rules:
     """What rules allocate while they run, on one rank."""
 
-    def __init__(self, blueprint: Blueprint, rank: int) -> None:
-        self._blueprint, self._every = blueprint, blueprint.on_rank(rank)
-        self._on_cpu = blueprint.device.type == "cpu"
-        self._windows = cache(lambda number: blueprint.windows(self._every[number]))
+    def __init__(self, grid_plan: GridPlan, rank: int) -> None:
+        self._grid_plan, self._every = grid_plan, grid_plan.on_rank(rank)
+        self._on_cpu = grid_plan.device.type == "cpu"
+        self._windows = cache(lambda number: grid_plan.windows(self._every[number]))
 
     def transform(self, spec: ParamSpec, count: int, shape: tuple[int, int]) -> int:
         """To transform so many whole matrices of one shape."""
         if self._on_cpu:
-            peaks = RulePeaks(self._blueprint.groups[spec.group], on_cpu=True)
+            peaks = RulePeaks(self._grid_plan.groups[spec.group], on_cpu=True)
             return peaks.transform(count, shape, spec.math_dtype)
         batch = Batch(count, *shape)
         return batch.temporary_bytes + count * prod(shape) * 4
@@ -222,11 +222,11 @@ class _Rules:
         """What is updated, and so many elements of it."""
         if operation.window is not None:
             placement = operation.window.bucket.placement
-            own = self._windows(placement) if self._every else self._blueprint.local_windows
+            own = self._windows(placement) if self._every else self._grid_plan.local_windows
             parts = own.parts(operation.window)
             return [(part.unit.about, part.stop - part.start) for part in parts]
         if not self._every:
-            return [(unit.about, unit.elements) for unit in self._blueprint.local_units]
+            return [(unit.about, unit.elements) for unit in self._grid_plan.local_units]
         found = (
             each
             for placement, number in operation.buckets
@@ -237,11 +237,11 @@ class _Rules:
 
     def _of_group(self, index: int, members: list[tuple[ParamSpec, tuple[int, ...]]]) -> int:
         """Blocks of one shape are updated as stacks, slices alone."""
-        group, on_cpu = self._blueprint.groups[index], self._on_cpu
+        group, on_cpu = self._grid_plan.groups[index], self._on_cpu
         sizes = (prod(shape) * spec.math_dtype.itemsize for spec, shape in members)
-        clipped = sum(sizes) if self._blueprint.clips and on_cpu else 0  # kernels do without
+        clipped = sum(sizes) if self._grid_plan.clips and on_cpu else 0  # kernels do without
         most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
-        masters = self._blueprint.optimizer.plan.masters
+        masters = self._grid_plan.optimizer.plan.masters
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for spec, shape in members:
             dtype = spec.torch_dtype
@@ -249,7 +249,7 @@ class _Rules:
             if not on_cpu and len(shape) == 2:
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, dtype, master] += 1
-        asked = self._blueprint.optimizer._steps.batch_elements
+        asked = self._grid_plan.optimizer._steps.batch_elements
         at_once = asked or (STACK_ELEMENTS if on_cpu else BATCH_ELEMENTS)
         batches: list[Batch] = []
         for (shape, dtype, master), count in stacked.items():

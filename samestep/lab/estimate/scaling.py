@@ -8,11 +8,11 @@ import torch
 
 from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Batch
-from samestep.lab.estimate.blueprint import Blueprint
 from samestep.lab.estimate.choices import choices
 from samestep.lab.estimate.cluster import Job
 from samestep.lab.estimate.collectives import Launches
 from samestep.lab.estimate.figures import sample_ranks
+from samestep.lab.estimate.grid_plan import GridPlan
 from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.memory import rank_memory
 from samestep.lab.estimate.tables import Table
@@ -89,13 +89,13 @@ def point(job: Job, divided: Batch) -> Point:
     found, ranks = [], job.degrees.world
     for stage in job.stages():
         weak, strong = (training_of(each, stage) for each in (job, replace(job, batch=divided)))
-        found.append(point_of(job.blueprint(stage), job.hardware, ranks, weak, strong))
+        found.append(point_of(job.grid_plan(stage), job.hardware, ranks, weak, strong))
     slowest = max(found, key=lambda each: each.iteration)
     return replace(slowest, peak=max(each.peak for each in found))
 
 
 def point_of(
-    plan: Blueprint,
+    plan: GridPlan,
     hardware: Hardware,
     ranks: int,
     weak: Training | None,

@@ -28,10 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.collectives import BOTH, Collective, Counted, Launches, Leg, legs_of
 from samestep.lab.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.lab.estimate.grid import Peers, per_peer
+from samestep.lab.estimate.grid_plan import GridPlacement, GridPlan
 from samestep.lab.estimate.hardware import Hardware
 from samestep.lab.estimate.slots import Pass, Slot
 from samestep.lab.estimate.training import Training
@@ -114,14 +114,14 @@ class Timeline:
 
 
 def simulate(
-    blueprint: Blueprint,
+    grid_plan: GridPlan,
     hardware: Hardware,
     *,
     show: Sequence[int] = (),
     training: Training | None = None,
 ) -> Timeline:
     """One step on all ranks; with a training, the second of two iterations of it."""
-    simulator = _Simulator(blueprint, hardware, show)
+    simulator = _Simulator(grid_plan, hardware, show)
     if training is None:
         simulator.step()
     else:
@@ -132,9 +132,9 @@ def simulate(
 
 
 class _Simulator:
-    def __init__(self, blueprint: Blueprint, hardware: Hardware, show: Sequence[int]) -> None:
-        self._blueprint, self._hardware, self._grid = blueprint, hardware, blueprint.grid
-        self._launches = Launches(blueprint)
+    def __init__(self, grid_plan: GridPlan, hardware: Hardware, show: Sequence[int]) -> None:
+        self._grid_plan, self._hardware, self._grid = grid_plan, hardware, grid_plan.grid
+        self._launches = Launches(grid_plan)
         self._now = self._grid.zeros()
         names = (*BOTH, TO_DEVICE, TO_HOST)
         self._links = {name: self._grid.zeros() for name in names}  # when each is free
@@ -217,7 +217,7 @@ class _Simulator:
     def _spread_or_alone(self) -> float:
         """Elements of DTensors that a token meets on a rank; or in one process of everything."""
         found = 0.0
-        for placement in self._blueprint.placements:
+        for placement in self._grid_plan.placements:
             if placement.bucket_plans:
                 continue
             whole = sum(spec.numel for spec in placement.specs)
@@ -225,8 +225,8 @@ class _Simulator:
             if "expert" in placement.mesh.axes:
                 share /= self._grid.sizes["expert"]
             found += whole * share
-        if not self._blueprint.placements:
-            found = sum(p.numel() for group in self._blueprint.groups for p in group["params"])
+        if not self._grid_plan.placements:
+            found = sum(p.numel() for group in self._grid_plan.groups for p in group["params"])
         return found
 
     def _tokens_of(self, placement: GridPlacement) -> float:
@@ -234,14 +234,14 @@ class _Simulator:
         return self._expert_tokens if "expert" in placement.mesh.axes else 1.0
 
     def _forward_shared(self, flops: float) -> None:
-        for number, placement in self._blueprint.reduced():
+        for number, placement in self._grid_plan.reduced():
             tokens = self._tokens_of(placement)
             for place, bucket in reversed([*enumerate(placement.buckets.plan.buckets)]):
                 self._wait("gather", BucketId(number, place))
                 self._compute(f"forward {place}", bucket.size * tokens * flops)
 
     def _backward_shared(self, flops: float, *, reduces: bool) -> None:
-        for number, placement in self._blueprint.reduced():
+        for number, placement in self._grid_plan.reduced():
             tokens, own = self._tokens_of(placement), placement.buckets
             for place, bucket in enumerate(own.plan.buckets):
                 self._compute(f"backward {place}", bucket.size * tokens * flops)
@@ -320,7 +320,7 @@ class _Simulator:
         spent = self._now - before
         if bool(spent.any()):
             self._by_operation["Begin"] += spent
-        schedule = self._blueprint.schedule()
+        schedule = self._grid_plan.schedule()
         self._nbytes = {op.window: op.nbytes for op in schedule if isinstance(op, Fetch)}
         self._bucket_bytes = Counter[BucketId]()
         for window, nbytes in self._nbytes.items():
@@ -330,7 +330,7 @@ class _Simulator:
         for slot in self._returned:  # the step ends when all state is back
             self._wait("host", slot)
         self._returned.clear()
-        for number, _ in self._blueprint.reduced():
+        for number, _ in self._grid_plan.reduced():
             self._advance("gather", number)
         self._launched.clear()
 
@@ -397,12 +397,12 @@ class _Simulator:
         self._tell(describe_operation(operation), before)
 
     def _buckets_of(self, bucket: BucketId) -> BucketPlan | None:
-        placement = self._blueprint.reduced_by(bucket)
+        placement = self._grid_plan.reduced_by(bucket)
         return None if placement is None else placement.buckets
 
     def _of_blocks(self, chunk: BucketId, count: Callable[[BlockPlan, int], Tensor]) -> Tensor:
         """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
-        placement = self._blueprint.placements[chunk.placement]
+        placement = self._grid_plan.placements[chunk.placement]
         nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
         known = {id(each): each for each in placement.block_plans}  # where all have the same
         rows = {
@@ -425,7 +425,7 @@ class _Simulator:
             self._spend(len(parts) * self._hardware.call)
 
     def _add_up(self, bucket: BucketId) -> None:
-        placement = self._blueprint.reduced_by(bucket)
+        placement = self._grid_plan.reduced_by(bucket)
         if placement is None or not placement.buckets.shape.reduces:
             return
         reduce = placement.buckets.shape.exchanges[bucket.bucket].reduce.transfer
@@ -450,14 +450,14 @@ class _Simulator:
         return self._nbytes[window] / max(1, self._bucket_bytes[window.bucket])
 
     def _update(self, buckets: Sequence[BucketId], share: float) -> None:
-        if not self._blueprint.placements:
-            work = local_work(self._blueprint, self._hardware)
+        if not self._grid_plan.placements:
+            work = local_work(self._grid_plan, self._hardware)
             self._spend(share * float(work.seconds(self._hardware)))
             return
         for bucket in buckets:
-            if bucket.placement == len(self._blueprint.placements):
+            if bucket.placement == len(self._grid_plan.placements):
                 continue  # of one process, and empty
-            placement = self._blueprint.placements[bucket.placement]
+            placement = self._grid_plan.placements[bucket.placement]
             if placement.bucket_plans:
                 work = bucket_work(placement.buckets, bucket.bucket, self._hardware)
                 self._do(work, placement.peers, share)
@@ -467,7 +467,7 @@ class _Simulator:
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """Of what this rank has updated, to be sent."""
-        placement = self._blueprint.reduced_by(bucket)
+        placement = self._grid_plan.reduced_by(bucket)
         if placement is None or transfer is None:
             return
         ranks, own = placement.peers.size, _to_update(placement.buckets, bucket.bucket)
@@ -482,7 +482,7 @@ class _Simulator:
         self._spend(self._of_blocks(chunk, chunk_count) * self._hardware.call)
 
     def _read_gradients(self) -> None:
-        for _, placement in self._blueprint.reduced():
+        for _, placement in self._grid_plan.reduced():
             numbers = range(len(placement.buckets.plan.buckets))
             owned = torch.stack([_to_update(placement.buckets, number) for number in numbers])
             self._bytes(owned.sum(0) * 4, placement.peers)

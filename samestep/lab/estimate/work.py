@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from samestep.lab.common.floor import ADAMW_BYTES, MUON_BYTES
-from samestep.lab.estimate.blueprint import Blueprint, GridPlacement
 from samestep.lab.estimate.grid import Grid, per_peer
+from samestep.lab.estimate.grid_plan import GridPlacement, GridPlan
 from samestep.lab.estimate.hardware import Hardware
 from samestep.layout.blocks import Block
 from samestep.layout.owners import busiest_lower_bound
@@ -139,16 +139,16 @@ def bucket_work(buckets: BucketPlan, number: int, hardware: Hardware) -> Work:
     return found
 
 
-def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
+def local_work(grid_plan: GridPlan, hardware: Hardware) -> Work:
     """Of one process that has everything."""
     costs: list[Cost] = []
-    for param in (param for group in blueprint.groups for param in group["params"]):
-        blocks, width = blueprint.optimizer.plan.blocks[param], param.dtype.itemsize
+    for param in (param for group in grid_plan.groups for param in group["params"]):
+        blocks, width = grid_plan.optimizer.plan.blocks[param], param.dtype.itemsize
         if blocks is None:
             costs.append(piece_cost(None, param.numel(), width, hardware))
         for block in blocks or ():
             costs += [piece_cost(shape, prod(shape), width, hardware) for shape in block.matrices]
-        if blueprint.clips:
+        if grid_plan.clips:
             costs.append((0.0, 0.0, param.numel() * 4, 0))
     return _work(1, ((0, cost) for cost in costs))
 

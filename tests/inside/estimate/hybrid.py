@@ -1,4 +1,4 @@
-"""The hybrid stack twice: as real ranks run it, and as blueprints without ranks."""
+"""The hybrid stack twice: as real ranks run it, and as plans without ranks."""
 
 import warnings
 from dataclasses import replace
@@ -7,7 +7,7 @@ from types import MappingProxyType
 import torch
 
 import samestep
-from samestep.lab.estimate.cluster import plan_shares, stack_blueprint, stack_units
+from samestep.lab.estimate.cluster import plan_shares, stack_on_grid, stack_units
 from samestep.lab.estimate.fsdp import fsdp_collectives, passes_1f1b
 from samestep.lab.stress.layouts import LAYOUTS_ON_REQUEST, Layout
 from samestep.lab.stress.scenarios.hybrid import HybridGPT, HybridLoRA
@@ -88,7 +88,7 @@ def stage_on_meta(scenario, degrees, stage):
 
 
 def foreseen(name, scenario, reduction, stage):
-    """The blueprint of a stage, and what FSDP2 sends there."""
+    """The plan of a stage, and what FSDP2 sends there."""
     degrees = degrees_of(name, scenario.world)
     model = stage_on_meta(scenario, degrees, stage)
     with warnings.catch_warnings():
@@ -98,5 +98,5 @@ def foreseen(name, scenario, reduction, stage):
     shares = plan_shares(model, plan, degrees)
     units = stack_units(model, dict(plan.named(model, "blocks")), shares, degrees)
     passes = passes_1f1b(stage, degrees.pp, degrees.pp)
-    blueprint = stack_blueprint(optimizer, degrees, shares, stage=stage)
-    return blueprint, fsdp_collectives(units, passes=passes)
+    grid_plan = stack_on_grid(optimizer, degrees, shares, stage=stage)
+    return grid_plan, fsdp_collectives(units, passes=passes)

@@ -1,4 +1,4 @@
-"""Every layout of the harness twice: as real ranks run it, and as a blueprint without ranks."""
+"""Every layout of the harness twice: as real ranks run it, and as a plan without ranks."""
 
 import warnings
 from types import MappingProxyType
@@ -6,8 +6,8 @@ from types import MappingProxyType
 import torch
 
 import samestep
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.grid import Grid
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.lab.stress.layouts import LAYOUTS
 from samestep.lab.stress.models import Matrices, named_params
 from samestep.lab.stress.scenario import RATES, GradientScenario
@@ -111,7 +111,7 @@ def grid_and_spread(layout, world):
     return Grid({"data": world // inner, "model": inner}), spread
 
 
-def blueprint_of(layout, scenario, world, reduction, hardware=None):
+def grid_plan_of(layout, scenario, world, reduction, hardware=None):
     """From a model on the meta device, in this process alone."""
     with torch.device("meta"):
         model = Matrices(scenario.shapes)
@@ -120,4 +120,4 @@ def blueprint_of(layout, scenario, world, reduction, hardware=None):
         warnings.simplefilter("ignore")
         optimizer = samestep.MuonAdamW(model, **options)
     grid, spread = grid_and_spread(layout, world)
-    return blueprint(optimizer, grid, spread=spread, hardware=hardware)
+    return plan_on_grid(optimizer, grid, spread=spread, hardware=hardware)

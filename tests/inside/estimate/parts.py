@@ -1,4 +1,4 @@
-"""DTensors that other meshes have copies of, twice: on real ranks, and as blueprints without them.
+"""DTensors that other meshes have copies of, twice: on real ranks, and as plans without them.
 
 The parameters of `tests.test_every_mesh`, many times as large: cut by rows and columns, evenly or
 not, whole with summands of gradients, stacks of experts, and plain ones.
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import samestep
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.grid import Grid
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.layout.boxes import Cut
 from tests.test_every_mesh import EVEN, PARAMS
 
@@ -93,7 +93,7 @@ def made(model, lies, options):
 
 
 def foreseen(sizes, options):
-    """The blueprint of all ranks, from a model on the meta device."""
+    """The plan of all ranks, from a model on the meta device."""
     lies, dtype = lies_of(options.get("buffers") == "flat"), options.get("dtype", torch.float32)
     params = {n: torch.empty(own.shape, dtype=dtype, device="meta") for n, own in lies.items()}
     optimizer = made(Parts(params, lies), lies, options)
@@ -108,4 +108,4 @@ def foreseen(sizes, options):
         cuts = tuple(Cut(None if isinstance(p, Replicate) else p.dim) for p in kept)
         return SpreadOver(mesh, cuts, (len(mesh) - 1,) if own.partial else ())
 
-    return blueprint(optimizer, Grid(dict(zip(AXES, sizes, strict=True))), spread=spread)
+    return plan_on_grid(optimizer, Grid(dict(zip(AXES, sizes, strict=True))), spread=spread)

@@ -8,10 +8,10 @@ import torch
 
 import samestep
 from samestep.lab.common.floor import ADAMW_BYTES
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.choices import choices, shared_block_seconds
 from samestep.lab.estimate.cluster import Job, Settings
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.lab.estimate.hardware import PRESETS
 from samestep.lab.estimate.model import load_model
 from samestep.lab.estimate.work import chunk_count, elementwise_work
@@ -25,7 +25,7 @@ H200 = PRESETS["h200x8"]
 
 def plan_of(ranks, hardware=H200, **settings):
     model = load_model("nanochat-d20", torch.bfloat16)
-    return Job(model, Degrees(ranks), Settings(**settings), hardware).blueprint(0)
+    return Job(model, Degrees(ranks), Settings(**settings), hardware).grid_plan(0)
 
 
 @pytest.mark.parametrize(("ranks", "levels"), [(8, 1), (64, 1), (4096, 2)])
@@ -96,7 +96,7 @@ def test_a_rank_is_counted_with_the_blocks_of_which_it_holds_parts():
     groups = [{"params": ["*"], "rule": "muon"}]
     optimizer = samestep.MuonAdamW(model, groups=groups)
     over = SpreadOver((("data",),), (Cut(0),))
-    plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
+    plan = plan_on_grid(optimizer, one_axis(4), spread=lambda name, param: over)
     (blocks,) = plan.placements[0].block_plans
     chunks = range(len(blocks.chunks))
     counts = sum(chunk_count(blocks, number) for number in chunks)
@@ -109,7 +109,7 @@ def test_layers_that_are_alike_are_counted_each():
         model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 16, bias=False))
     optimizer = samestep.AdamW(model)
     over = SpreadOver((("data",),), (Cut(0),))
-    plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
+    plan = plan_on_grid(optimizer, one_axis(4), spread=lambda name, param: over)
     (blocks,) = plan.placements[0].block_plans
     work = elementwise_work(blocks, H200)
     assert work.pieces.tolist() == [4, 4, 4, 4]

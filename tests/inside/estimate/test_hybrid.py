@@ -74,7 +74,7 @@ def copied(grad):
 
 
 def expected(plan, degrees, rank):
-    """As `measured` has them, from a blueprint."""
+    """As `measured` has them, from a plan."""
     grid = plan.grid
     at = rank % grid.ranks
     records = []

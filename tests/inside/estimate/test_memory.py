@@ -9,8 +9,8 @@ from torch import nn
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import plan_on_grid
 from samestep.lab.estimate.hardware import PRESETS
 from samestep.lab.estimate.memory import rank_memory
 from samestep.lab.stress.layouts import LAYOUTS
@@ -18,7 +18,7 @@ from samestep.lab.stress.sharded_training import new_training
 from samestep.layout.boxes import local_of
 from samestep.update.lanes import Batch
 from tests.counting_group import CountingGroup
-from tests.inside.estimate.layouts import SHAPES, Large, blueprint_of, some_on
+from tests.inside.estimate.layouts import SHAPES, Large, grid_plan_of, some_on
 from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK, twin
@@ -111,7 +111,7 @@ def test_two_levels_have_the_state_of_their_columns():
     ranks = run_forked(4, measured, 4, Large, layouts)
     machine = replace(PRESETS["h200x8"], ranks_per_host=2, on_cpu=True)
     for layout in layouts:
-        plan = blueprint_of(layout, Large(3, 4), 4, "fast", machine)
+        plan = grid_plan_of(layout, Large(3, 4), 4, "fast", machine)
         kept = [rank_memory(plan, rank) for rank in range(4)]
         found = [each[layout.name][:2] for each in ranks]
         assert found == [(memory.parameters, memory.state) for memory in kept], layout.name
@@ -133,11 +133,11 @@ def test_state_in_8_bits_is_foreseen():
     layouts = [LAYOUTS[name] for name in ("flat_zero1", "fsdp2_parallel")]
     ranks = run_forked(2, measured, 2, Small, layouts)
     for layout in layouts:
-        plan = blueprint_of(layout, Small(3, 2), 2, "fast")
+        plan = grid_plan_of(layout, Small(3, 2), 2, "fast")
         kept = [rank_memory(plan, rank) for rank in range(2)]
         found = [each[layout.name][:2] for each in ranks]
         assert found == [(memory.parameters, memory.state) for memory in kept], layout.name
-        wide = rank_memory(blueprint_of(layout, Large(3, 2), 2, "fast"), 0)
+        wide = rank_memory(grid_plan_of(layout, Large(3, 2), 2, "fast"), 0)
         assert 0.2 < kept[0].state / wide.state < 0.4
 
 
@@ -146,7 +146,7 @@ def missed(world, kind, layouts):
     ranks = run_forked(world, measured, world, kind, layouts)
     worst = 0.0
     for layout in layouts:
-        plan = blueprint_of(layout, kind(3, world), world, "fast")
+        plan = grid_plan_of(layout, kind(3, world), world, "fast")
         for rank, (params, state, passing) in enumerate(each[layout.name] for each in ranks):
             memory = rank_memory(plan, rank)
             about = layout.name, rank, memory
@@ -163,7 +163,7 @@ def test_a_gpu_orthogonalizes_so_many_elements_at_once():
 
     def temporaries(most):
         optimizer = samestep.MuonAdamW(model, batch_elements=most)
-        plan = blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
+        plan = plan_on_grid(optimizer, one_axis(1), device=torch.device("cuda"))
         return rank_memory(plan, 0).temporaries
 
     assert temporaries(None) == Batch(8, 64, 64).temporary_bytes
@@ -180,7 +180,7 @@ def test_a_gpu_needs_room_for_two_batches_beside_each_other():
 
     def temporaries(most):
         optimizer = samestep.MuonAdamW(model, batch_elements=most, overrides={"*": MUON})
-        plan = blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
+        plan = plan_on_grid(optimizer, one_axis(1), device=torch.device("cuda"))
         return rank_memory(plan, 0).temporaries
 
     squares, long, small = Batch(4, 64, 64), Batch(1, 64, 256), Batch(1, 32, 64)
@@ -192,6 +192,6 @@ def test_a_gpu_needs_room_for_two_batches_beside_each_other():
 
 def test_more_ranks_than_a_parameter_has_rows():
     """Some hold nothing of it, and are planned all the same."""
-    plan = blueprint_of(LAYOUTS["fsdp2_parallel"], Large(3, 100), 100, "fast")
+    plan = grid_plan_of(LAYOUTS["fsdp2_parallel"], Large(3, 100), 100, "fast")
     first, last = rank_memory(plan, 0), rank_memory(plan, 99)  # 96 elements of a norm
     assert 0 < last.state < first.state

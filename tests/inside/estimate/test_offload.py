@@ -5,8 +5,8 @@ import torch
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.lab.estimate.hardware import PRESETS
 from samestep.lab.estimate.memory import rank_memory
 from samestep.lab.estimate.timeline import simulate
@@ -50,7 +50,7 @@ def planned(**options):
         over = SpreadOver((("data",),), (Cut(0),), padded=True, by_fsdp=True)
         return over if fsdp and param.ndim else None
 
-    return blueprint(samestep.MuonAdamW(model, **own), one_axis(2), spread=spread)
+    return plan_on_grid(samestep.MuonAdamW(model, **own), one_axis(2), spread=spread)
 
 
 def test_windows_of_two_ranks():
@@ -66,7 +66,7 @@ def test_windows_of_one_process():
     _, optimizer = train(*build("state", torch.bfloat16), 0, [0])
     with torch.device("meta"):
         model = Net().to(torch.bfloat16)
-    plan = blueprint(samestep.MuonAdamW(model, offload="state", **OPTIONS), one_axis(1))
+    plan = plan_on_grid(samestep.MuonAdamW(model, offload="state", **OPTIONS), one_axis(1))
     check(plan, 0, seen(optimizer))
 
 
@@ -96,7 +96,7 @@ def test_copies_of_parts():
 def test_a_step_takes_at_least_as_long_as_its_bytes():
     plan = planned(sharding="none", dtype=torch.bfloat16)
     hardware = PRESETS["h200x8"]
-    plain = blueprint(build(None, torch.bfloat16, sharding="none")[1], one_axis(2))
+    plain = plan_on_grid(build(None, torch.bfloat16, sharding="none")[1], one_axis(2))
     one_way = sum(op.nbytes for op in plan.schedule() if isinstance(op, Fetch))
     slow = simulate(plan, hardware.__class__(**{**vars(hardware), "host_rate": 1e6}))
     fast = simulate(plan, hardware.__class__(**{**vars(hardware), "host_rate": 1e15}))

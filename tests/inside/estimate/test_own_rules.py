@@ -12,7 +12,7 @@ from samestep.lab.stress.sharded_training import new_training
 from samestep.plan.schedule import describe_operation
 from samestep.rules import RULES
 from tests.inside.estimate import parts, test_parts
-from tests.inside.estimate.layouts import AllPresent, blueprint_of
+from tests.inside.estimate.layouts import AllPresent, grid_plan_of
 from tests.inside.estimate.test_memory import storages
 from tests.inside.estimate.test_traffic import expected
 from tests.ranks import run_forked
@@ -62,7 +62,7 @@ def measured(rank, world):
 def test_everything_is_foreseen(world):
     ranks = run_forked(world, measured, world)
     for name in NAMES[world]:
-        plan = blueprint_of(LAYOUTS[name], OwnRules(3, world), world, "fast")
+        plan = grid_plan_of(LAYOUTS[name], OwnRules(3, world), world, "fast")
         states = set()
         for rank, of_rank in enumerate(ranks):
             schedule, records, state = of_rank[name]

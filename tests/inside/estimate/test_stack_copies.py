@@ -13,7 +13,7 @@ import torch
 import samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
-from samestep.lab.estimate.cluster import plan_shares, stack_blueprint
+from samestep.lab.estimate.cluster import plan_shares, stack_on_grid
 from samestep.lab.estimate.collectives import Launches
 from samestep.lab.estimate.memory import rank_memory
 from samestep.mesh import build
@@ -192,7 +192,7 @@ def foreseen(case, world, stage):
         cut(model, GPT_STAGES, degrees.pp, [stage])
     optimizer = samestep.MuonAdamW(model, **case.keywords())
     shares = plan_shares(model, gpt_plan(case.config), degrees)
-    return degrees, stack_blueprint(optimizer, degrees, shares, stage=stage, fsdp=False)
+    return degrees, stack_on_grid(optimizer, degrees, shares, stage=stage, fsdp=False)
 
 
 def expected(plan, degrees, rank):

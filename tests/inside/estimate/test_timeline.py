@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 import samestep.optimizer.step
 from samestep.lab.estimate.activations import Batch
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.cluster import Job, Settings
 from samestep.lab.estimate.decoder import gpt_shape
 from samestep.lab.estimate.fsdp import Unit, fsdp_collectives
 from samestep.lab.estimate.grid import Grid, one_axis
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.lab.estimate.hardware import Hardware, peers_on_host
 from samestep.lab.estimate.model import Model
 from samestep.lab.estimate.slots import bubble, passes_of
@@ -30,7 +30,7 @@ from samestep.optimizer.step import execute
 from samestep.plan.links import Link
 from samestep.plan.schedule import describe_operation
 from tests.counting_group import counted
-from tests.inside.estimate.layouts import AllPresent, blueprint_of, layouts_on
+from tests.inside.estimate.layouts import AllPresent, grid_plan_of, layouts_on
 from tests.ranks import run_forked
 from tests.soak import twin
 
@@ -82,7 +82,7 @@ def test_a_real_run_and_a_simulated_one_have_the_same_operations_in_the_same_ord
     for layout in layouts_on(4):
         if layout.name not in SHOWN:
             continue
-        plan = blueprint_of(layout, AllPresent(3, 4), 4, "fast")
+        plan = grid_plan_of(layout, AllPresent(3, 4), 4, "fast")
         timeline = simulate(plan, MACHINE, show=range(4))
         for rank, events in enumerate(each[layout.name] for each in ranks):
             shown = timeline.shown[rank]
@@ -115,7 +115,7 @@ def muon_over(ranks, **options):
     groups = [{"params": ["*"], "rule": "muon"}]
     optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
     over = SpreadOver((("data",),), (Cut(0),))
-    return blueprint(optimizer, one_axis(ranks), spread=lambda name, param: over)
+    return plan_on_grid(optimizer, one_axis(ranks), spread=lambda name, param: over)
 
 
 def test_times_by_hand():
@@ -145,7 +145,7 @@ def test_a_pipeline_hides_transfers_and_balance_shortens_the_step():
 
     def seconds(**options):
         optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
-        plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
+        plan = plan_on_grid(optimizer, one_axis(4), spread=lambda name, param: over)
         machine = Hardware(**{**vars(MACHINE), "inside": Link(1e-4, 2e7)})
         return simulate(plan, machine)
 
@@ -168,7 +168,9 @@ def test_overlap_hides_communication_behind_backward():
             model, sharding="zero1", buffers="flat", bucket_size=4096, **overlaps
         )
         machine = Hardware(**{**vars(MACHINE), "inside": Link(1e-4, 1e7)})
-        found[name] = simulate(blueprint(optimizer, one_axis(2)), machine, training=Training(512))
+        found[name] = simulate(
+            plan_on_grid(optimizer, one_axis(2)), machine, training=Training(512)
+        )
     assert found["both"].exposed_seconds < 0.5 * found["none"].exposed_seconds
     assert found["both"].seconds < found["none"].seconds
 
@@ -182,7 +184,7 @@ def test_legs_of_two_levels(on_cpu):
     options["crossover"] = 20  # elements from which a parameter is shared at all
     optimizer = samestep.MuonAdamW(model, lr=0.1, **options)
     machine = Hardware(**{**vars(MACHINE), "ranks_per_host": 2, "on_cpu": on_cpu})
-    plan = blueprint(optimizer, one_axis(4), hardware=machine)
+    plan = plan_on_grid(optimizer, one_axis(4), hardware=machine)
     (shown,) = simulate(plan, machine, show=[0]).shown.values()
     legs = [span for span in shown.transfers if "hosts" in span.name]
     reductions = [span for span in legs if span.name.startswith("reduction")]
@@ -230,7 +232,7 @@ def four_layers(world):
     ]
     optimizer = samestep.AdamW(model)
     spread = SpreadOver((("data",),), (Cut(0),), padded=True)
-    plan = blueprint(optimizer, one_axis(world), spread=lambda name, param: spread)
+    plan = plan_on_grid(optimizer, one_axis(world), spread=lambda name, param: spread)
     return plan, (*units, *layers)
 
 
@@ -284,7 +286,7 @@ def four_stages(stage, micro_batches, per_rank=1):
     fast = Hardware(**{**vars(MACHINE), "inside": Link(0.0, 1e30), "between": Link(0.0, 1e30)})
     batch = Batch(512, micro_batches, stages_per_rank=per_rank)
     job = Job(model, Degrees(4, pp=4), settings, fast, batch)
-    return simulate(job.blueprint(stage), fast, show=[0], training=training_of(job, stage))
+    return simulate(job.grid_plan(stage), fast, show=[0], training=training_of(job, stage))
 
 
 @pytest.mark.parametrize(("micro_batches", "per_rank"), [(4, 1), (8, 1), (8, 2)])
@@ -310,6 +312,6 @@ def test_layers_wait_for_what_they_send():
         model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
     machine = Hardware(**{**vars(MACHINE), "inside": Link(1.0, 1e30)})
     job = Job(model, Degrees(2, tp=2), Settings(sharding="none"), machine, Batch(64, 3))
-    timeline = simulate(job.blueprint(0), machine, show=[0], training=training_of(job))
+    timeline = simulate(job.grid_plan(0), machine, show=[0], training=training_of(job))
     # Embedding, two sums per block and the logits; backward: two sums per block and the head's.
     assert timeline.by_operation["layers"] == pytest.approx(3 * (1 + 4 + 1 + 4 + 1))

@@ -10,9 +10,9 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.lab.estimate.blueprint import SpreadOver, blueprint
 from samestep.lab.estimate.collectives import Launches
 from samestep.lab.estimate.grid import Grid
+from samestep.lab.estimate.grid_plan import SpreadOver, plan_on_grid
 from samestep.lab.stress.models import Matrices
 from samestep.lab.stress.sharded_training import new_training
 from samestep.layout.boxes import Cut
@@ -22,7 +22,7 @@ from tests.inside.estimate.layouts import (
     SHAPES,
     AllPresent,
     Clipped,
-    blueprint_of,
+    grid_plan_of,
     layouts_on,
     some_on,
 )
@@ -76,7 +76,7 @@ if SOAK:
 def test_every_collective_of_every_layout_is_foreseen(world, kind, reduction):
     ranks = run_forked(world, counted, world, kind, reduction)
     for layout in chosen(world):
-        plan = blueprint_of(layout, kind(3, world), world, reduction)
+        plan = grid_plan_of(layout, kind(3, world), world, reduction)
         for rank, found in enumerate(ranks):
             _, schedule, records = found[layout.name]
             assert records == expected(plan, rank), (layout.name, rank)
@@ -134,13 +134,13 @@ def test_groups_with_ranks_of_their_own(kind):
         ]
         grid = Grid({"data": 2, "expert": 2})
         optimizer = samestep.MuonAdamW(model, groups=groups, **more)
-        plan = blueprint(optimizer, grid, own_peers={2: grid.peers("data")})
+        plan = plan_on_grid(optimizer, grid, own_peers={2: grid.peers("data")})
     else:
         grid = Grid({"replicate": 2, "data": 2})
         more["reduction"] = "ordered" if kind == "ordered copies" else "fast"
         optimizer = samestep.MuonAdamW(model, **{**AllPresent(3, 4).options(), **more})
         inner, outer = grid.peers("data"), grid.peers("replicate")
-        plan = blueprint(optimizer, grid, everyone=inner, outer=outer)
+        plan = plan_on_grid(optimizer, grid, everyone=inner, outer=outer)
     for rank, records in enumerate(ranks):
         assert records == expected(plan, rank), rank
 
@@ -175,7 +175,7 @@ def test_copies_on_some_ranks():
         "0.weight": SpreadOver((*inner, ("model",)), (Cut(), Cut(0), Cut(1)), by_fsdp=True),
         "1.weight": SpreadOver(inner, (Cut(), Cut(0)), by_fsdp=True),
     }
-    plan = blueprint(
+    plan = plan_on_grid(
         samestep.MuonAdamW(model, max_grad_norm=1.0),
         Grid({"replicate": 2, "data": 1, "model": 2}),
         spread=lambda name, param: lie[name],
@@ -194,5 +194,5 @@ def test_gradients_that_come_averaged_are_not_added_up():
         ("reduced", {"presence"}),
     ):
         optimizer = samestep.AdamW(model, grads=grads, reduction="ordered", sharding="none")
-        launches = Launches(blueprint(optimizer, Grid({"data": 2}))).of_step()
+        launches = Launches(plan_on_grid(optimizer, Grid({"data": 2}))).of_step()
         assert {each.name.split()[0] for each in launches} == expected_names

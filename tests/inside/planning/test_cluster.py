@@ -64,7 +64,7 @@ def test_a_stage_is_routed_as_a_part_of_the_whole():
 
     with torch.device("meta"):
         model = Model("unnamed", "", Unnamed(), None)
-    plan = Job(model, Degrees(4, pp=2), Settings(), PRESETS["h200x8"]).blueprint(1)
+    plan = Job(model, Degrees(4, pp=2), Settings(), PRESETS["h200x8"]).grid_plan(1)
     rules = {name: g["rule"] for g in plan.groups for name in g["param_names"]}
     assert rules == {"layers.1.weight": "muon", "last.weight": "adamw"}
 

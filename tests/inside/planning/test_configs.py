@@ -130,7 +130,7 @@ def test_rules_are_those_of_the_optimizer_that_trains_it(tmp_path):
         if "experts" in name or ("self_attn" in name and "proj" in name)
     ]
     plan = Job(model, Degrees(1), settings_of(Options(sharding="none")), PRESETS["h200x8"])
-    state = rank_memory(plan.blueprint(0), 0).state
+    state = rank_memory(plan.grid_plan(0), 0).state
     muon = sum(p.numel() for p in of_muon)
     others = sum(1 for _ in model.module.parameters()) - len(of_muon)
     assert state == 4 * muon + 8 * (model.parameters - muon) + 4 * others  # which count steps

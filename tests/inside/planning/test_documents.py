@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import samestep
-from samestep.lab.estimate.blueprint import blueprint
 from samestep.lab.estimate.decoder import SHAPES, build
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import plan_on_grid
 from samestep.lab.estimate.memory import kept_memory, rank_memory
 from samestep.rules.orthogonalize import orthogonalize_flops
 
@@ -35,7 +35,7 @@ def adamw_memory(elements, ranks, sharding):
     with torch.device("meta"):
         model = torch.nn.Linear(elements // 1024, 1024, bias=False, dtype=torch.bfloat16)
     optimizer = samestep.AdamW(model, sharding=sharding, master_weights=True)
-    plan = blueprint(optimizer, one_axis(ranks))
+    plan = plan_on_grid(optimizer, one_axis(ranks))
     kept = kept_memory(plan, 0)
     return kept.parameters, kept.state + kept.main_parameters
 
@@ -64,7 +64,7 @@ def muon_memory(ranks, sharding):
         overlap_grad_reduce=sharding == "zero2",
         master_weights=False,
     )
-    plan = blueprint(optimizer, one_axis(ranks))
+    plan = plan_on_grid(optimizer, one_axis(ranks))
     whole = sum(param.nbytes for param in model.parameters())
     memories = [rank_memory(plan, rank) for rank in range(ranks)]
     return whole, memories

@@ -17,7 +17,7 @@ H200 = PRESETS["h200x8"]
 
 
 def plan_of(model, ranks, **settings):
-    return Job(model, Degrees(ranks), Settings(**settings), H200).blueprint(0)
+    return Job(model, Degrees(ranks), Settings(**settings), H200).grid_plan(0)
 
 
 def beginnings(plan):

@@ -59,7 +59,7 @@ def test_state_is_kept_in_the_words_of_the_optimizer(tmp_path):
     found = {}
     for word, remainders in product(get_args(StateWord), (False, True)):
         options = Options(state=word, remainders=remainders, sharding="none")
-        plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).blueprint(0)
+        plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).grid_plan(0)
         memory = rank_memory(plan, 0)
         found[word, remainders] = (memory.state, memory.main_parameters)
         kept = samestep.MuonAdamW(
@@ -178,7 +178,7 @@ def test_configs_of_transformers_are_counted_to_the_byte(kind, tmp_path):
     elements = sum(rows * columns for rows, columns, _ in matrices) + sum(vectors)
     assert model.parameters == elements
     options = Options(state="8bit", remainders=True, sharding="none")
-    plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).blueprint(0)
+    plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).grid_plan(0)
     memory = rank_memory(plan, 0)
     assert (memory.state, memory.main_parameters) == (state, 2 * elements)
 

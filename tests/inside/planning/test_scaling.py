@@ -76,7 +76,7 @@ def test_a_step_of_others_waits_for_links_and_for_owners():
 def test_before_is_the_same_plan_with_copies():
     model = load_model("nanochat-d20", torch.bfloat16)
     settings = Settings(bucket_size=6_553_600)
-    plan = Job(model, Degrees(16), settings, PRESETS["h200x8"]).blueprint(0)
+    plan = Job(model, Degrees(16), settings, PRESETS["h200x8"]).grid_plan(0)
     now, then = (each.placements[0].buckets.shape.exchanges for each in (plan, in_copies(plan)))
     kinds = {
         (a.gather.transfer.traffic, b.gather.transfer.traffic)

@@ -17,8 +17,8 @@ from samestep import cli
 from samestep.comm.collectives import from_first, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.groups.param_groups import rule_of
-from samestep.lab.estimate.blueprint import PLACED, blueprint
 from samestep.lab.estimate.grid import one_axis
+from samestep.lab.estimate.grid_plan import PLACED, plan_on_grid
 from samestep.lab.estimate.memory import rank_memory
 from samestep.lab.stress.layouts import EVERY_LAYOUT, KIND_OF, LAYOUTS, require_layouts
 from samestep.lab.stress.sharded_training import TRAININGS
@@ -280,12 +280,12 @@ def test_an_estimate_of_it_is_refused(capsys):
         with pytest.raises(
             ValueError, match=r"'first' .* no estimate, which '0.weight' needs.*PLACED"
         ):
-            rank_memory(blueprint(optimizer, one_axis(2)), 0)
+            rank_memory(plan_on_grid(optimizer, one_axis(2)), 0)
         assert cli.main(["plan", f"{__name__}:make_model", "--mesh", "dp=2"]) == 2
     told = capsys.readouterr()
     assert "no estimate, which '0.weight' needs: add one to PLACED" in told.err
     assert told.out == ""
-    assert rank_memory(blueprint(optimizer, one_axis(2)), 0).parameters > 0  # as copies
+    assert rank_memory(plan_on_grid(optimizer, one_axis(2)), 0).parameters > 0  # as copies
 
 
 def test_the_harness_refuses_to_leave_it_out(capsys, tmp_path):

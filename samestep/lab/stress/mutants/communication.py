@@ -12,10 +12,10 @@ from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.lab.stress.mutants.mutant import RANDOM, mutant
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.plan import sharding
+from samestep.plan import placement_plan, sharding
 from samestep.plan.bucket_exchanges import bucket_exchanges
 from samestep.plan.transfers import Transfer
-from samestep.shards.replicated import planned, reduction
+from samestep.shards.replicated import reduction
 from samestep.shards.replicated.flat import FlatGradients
 from samestep.shards.replicated.inside_backward import GradientHooks, LaunchOrder
 from samestep.shards.replicated.reduction import BucketReductions
@@ -133,7 +133,7 @@ def stale_chunk_size() -> list[Any]:
             kwargs["bucket_elements"] //= 4
         return original(*args, **kwargs)
 
-    return [(planned, "plan_sharding", plan)]
+    return [(placement_plan, "plan_sharding", plan)]
 
 
 @mutant("plan", RANDOM, replaces=(sharding, "balanced_owners"))

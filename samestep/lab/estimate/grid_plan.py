@@ -1,7 +1,7 @@
 """An optimizer on the ranks of a grid, as data: the plans and the schedule it would have there.
 
     optimizer = samestep.MuonAdamW(model_on_meta, sharding="zero2")   # one process, no memory
-    blueprint(optimizer, one_axis(1024)).schedule()
+    plan_on_grid(optimizer, one_axis(1024)).schedule()
 
 Plans are those of `plan.placement_plan`, for all ranks at once. What only a planner without ranks
 has to say is here: which axes of the grid a placement lies on, and what gradients will be.
@@ -156,7 +156,7 @@ class GridPlacement:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class GridPlan:
     """Everything that is decided before the first step, for all ranks of a grid."""
 
     optimizer: RuleOptimizer
@@ -259,7 +259,7 @@ class Blueprint:
 _schedule = lru_cache(maxsize=64)(step_schedule)
 
 
-def blueprint(
+def plan_on_grid(
     optimizer: RuleOptimizer,
     grid: Grid,
     *,
@@ -269,7 +269,7 @@ def blueprint(
     spread: Spread | None = None,
     device: torch.device | None = None,
     hardware: Hardware | None = None,
-) -> Blueprint:
+) -> GridPlan:
     """Plan what an optimizer that was built in one process would do on the ranks of a grid.
 
     everyone: the ranks that share plain parameters (all), and `outer` those that do the same.
@@ -300,12 +300,12 @@ def blueprint(
     present = set(asked.kinds.values())
     kinds = [kind.name for kind in KINDS if kind.name in present]  # as the optimizer has them
     placements = tuple(placed for kind in kinds for placed in PLACED[kind](asked))
-    return Blueprint(optimizer, grid, asked.everyone, placements, asked.device)
+    return GridPlan(optimizer, grid, asked.everyone, placements, asked.device)
 
 
 @dataclass(eq=False)
 class _Request:
-    """What a kind is asked to place on all ranks: see `blueprint`.
+    """What a kind is asked to place on all ranks: see `plan_on_grid`.
 
     kinds: of all parameters, by name; lie: how those that are DTensors lie.
     """

@@ -1,7 +1,7 @@
 """What is alive at every moment of a step, and the moment when that is most."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from samestep.plan.memory import BUFFERS, TEMPORARIES, Allocation, Change, Passing, Release
@@ -66,6 +66,10 @@ class Ledger:
         """It comes, and goes at once."""
         self.add("passing", size, TEMPORARIES)
         self.drop("passing")
+
+    def alive(self) -> Iterator[tuple[object, int]]:
+        """Buffers by key, with their bytes."""
+        return ((key, nbytes) for key, (_, nbytes) in self._alive.items())
 
     def size(self, key: object) -> int | None:
         """Bytes of what is alive."""

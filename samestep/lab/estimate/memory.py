@@ -8,6 +8,7 @@ found by running them (`temporaries`).
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +18,14 @@ from samestep.groups.param_groups import rule_of
 from samestep.lab.estimate.grid_plan import GridPlan
 from samestep.lab.estimate.ledger import Ledger, Then
 from samestep.lab.estimate.temporaries import RulePeaks, kernel_is_enough
-from samestep.plan.memory import GRADIENTS, BlockMemory, BucketMemory, GradientMemory
+from samestep.plan.memory import (
+    GRADIENTS,
+    BlockMemory,
+    BucketMemory,
+    Change,
+    GradientMemory,
+    Passing,
+)
 from samestep.plan.placement_plan import BlockPlan, BucketPlan, Updated
 from samestep.plan.schedule import Update, staging_bytes
 from samestep.plan.sharding import ParamSpec
@@ -158,20 +166,25 @@ def _gradient_bytes(stored: Iterable[tuple[ParamSpec, int]]) -> list[int]:
 
 def passing_memory(grid_plan: GridPlan, rank: int) -> tuple[int, Then]:
     """Gradients when backward is over, and the moment when most is alive."""
-    ledger, rules = Ledger(), _Rules(grid_plan, rank)
-    operations = _memories(grid_plan, rank, rules)
-    for each in operations:  # a pipeline has several micro-batches
-        ledger.replay(each.backward(again=grid_plan.stages is not None))
+    ledger, changes = Ledger(), step_memory(grid_plan, rank)
+    ledger.replay(next(changes))
     gradients = ledger.now[GRADIENTS]
-    for each in operations:
-        ledger.replay(each.begin())
+    for each in changes:
+        ledger.replay(each)
+    return gradients, ledger.most
+
+
+def step_memory(grid_plan: GridPlan, rank: int) -> Iterator[Iterable[Change]]:
+    """What is allocated and freed in backward, and then by each operation of the step."""
+    rules = _Rules(grid_plan, rank)
+    memories = _memories(grid_plan, rank, rules)
+    again = grid_plan.stages is not None  # a pipeline has several micro-batches
+    yield chain.from_iterable(each.backward(again=again) for each in memories)
+    yield chain.from_iterable(each.begin() for each in memories)
     for operation in grid_plan.schedule(rank):
         if isinstance(operation, Update):
-            for nbytes in rules.update(operation):
-                ledger.passing(nbytes)
-        for each in operations:
-            ledger.replay(each.of(operation))
-    return gradients, ledger.most
+            yield map(Passing, rules.update(operation))
+        yield chain.from_iterable(each.of(operation) for each in memories)
 
 
 def _memories(

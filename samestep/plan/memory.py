@@ -1,4 +1,4 @@
-"""What every operation of a step allocates and frees on a rank, as data.
+"""The memory of a step on a rank: every operation says what it allocates and frees.
 
     backward    gradients arrive, as they stay; in flat buffers they move into that of their bucket
     Reduce      + packed, received                       - gradients, in zero2
@@ -83,7 +83,7 @@ Changes = Iterator[Change]
 
 
 class RuleMemory(Protocol):
-    """What rules allocate while they run on whole blocks, in bytes."""
+    """The bytes that rules allocate while they run on whole blocks."""
 
     def transform(self, spec: ParamSpec, count: int, shape: tuple[int, int]) -> int:
         """To transform so many whole matrices of one shape of a parameter."""
@@ -106,11 +106,11 @@ class _Memory:
         raise NotImplementedError
 
     def begin(self) -> Changes:
-        """What comes before the first operation."""
+        """The changes before the first operation."""
         return iter(())
 
     def of(self, operation: Operation) -> Changes:
-        """What an operation allocates and frees of this placement, in order."""
+        """The changes that an operation makes in this placement, in order."""
         if isinstance(operation, Update):
             buckets = operation.buckets if operation.is_last else ()
             return chain.from_iterable(
@@ -275,7 +275,7 @@ class BucketMemory(_Memory):
         return self._ranks if self._in_middle else self._ranks - 1
 
     def _travels_apart(self, transfer: Transfer) -> bool:
-        """Whether not the flat buffer itself is sent."""
+        """True if not the flat buffer itself is sent."""
         exchange = transfer.traffic is Traffic.EXCHANGE
         divided = divides_first(transfer.dtype, self._ranks, exchange=exchange)
         return divided or self._plan.options.reduce_dtype is not None
@@ -467,7 +467,7 @@ class BlockMemory(_Memory):
         yield from self._drop(number, "blocks")
 
     def _give_back(self, number: int) -> Changes:
-        """What is sent of directions, and what comes; what is of whole blocks is small."""
+        """Directions are sent and come; state of whole blocks, which goes along, is small."""
         chunk = self._plan.chunks[number]
         assert chunk.giving_back is not None
         dtype, place = chunk.dtype, self._place
@@ -502,7 +502,7 @@ class BlockMemory(_Memory):
 
 
 def _lies_together(part: PackedPart, planned: PlannedBlock) -> bool:
-    """Whether a part of a direction is one stretch: dims after the first long one are whole.
+    """True if a part of a direction is one stretch: dims after the first long one are whole.
 
     A tall block is computed as a wide one, and its direction is the transpose of that.
     """

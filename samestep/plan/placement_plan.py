@@ -64,7 +64,7 @@ class Topology:
 
     @property
     def mesh_ranks(self) -> int:
-        """How many ranks a mesh has; 1: parameters are plain."""
+        """The number of ranks of a mesh; 1: parameters are plain."""
         return 1 if self.held is None else len(self.held[0].boxes)
 
 
@@ -142,7 +142,7 @@ class BucketPlan:
         return replace(self, plan=plan, even=self.plan)
 
     def place(self, rank: int) -> int:
-        """Which segment of a bucket a rank has: in two levels those of a column lie together."""
+        """The segment of buckets that a rank has: in two levels those of a column lie together."""
         if self.policy.levels == 1:
             return rank
         host, here = divmod(rank, self.fabric.per_host)
@@ -178,7 +178,7 @@ class BucketPlan:
 
     @cached_property
     def shape(self) -> PlacementShape:
-        """What the schedule of a step depends on."""
+        """The part of the plan that the schedule of a step depends on."""
         params, buckets, options = self.plan.params, self.plan.buckets, self.options
         dtypes = [params[bucket.params[0]].torch_dtype for bucket in buckets]  # a bucket has one
         gradients = [options.reduce_dtype or dtype for dtype in self.gradient_dtypes]
@@ -253,12 +253,12 @@ def levels_of(
 
 
 def legs_in_a_row(buckets: int, *, on_cpu: bool) -> int:
-    """Whose legs go beside each other: a CPU waits for one leg before it launches the next."""
+    """The number of buckets whose legs go beside each other: on a CPU one."""
     return 1 if on_cpu else buckets
 
 
 def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, options: "Distribution") -> int:
-    """Elements, as asked for or chosen."""
+    """The elements of a bucket, as asked for or chosen."""
     if options.bucket_size is not None:
         return options.bucket_size
     waves = None if options.overlap_grad_reduce else options.waves
@@ -267,7 +267,7 @@ def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, options: "Distribut
 
 
 def largest_block(specs: Sequence[ParamSpec]) -> int:
-    """Bytes of it, 0 if there is none."""
+    """The bytes of the largest block, 0 if there is none."""
     sizes = (
         block.rows * block.cols * spec.torch_dtype.itemsize
         for spec in specs
@@ -277,7 +277,7 @@ def largest_block(specs: Sequence[ParamSpec]) -> int:
 
 
 def bytes_of(specs: Sequence[ParamSpec]) -> int:
-    """As a rank holds them."""
+    """The bytes of parameters, as a rank holds them."""
     return sum(spec.nbytes for spec in specs)
 
 
@@ -369,7 +369,7 @@ class BlockPlan:
 
     @cached_property
     def shape(self) -> PlacementShape:
-        """What a schedule depends on: the same on all ranks, whatever each holds."""
+        """The part that a schedule depends on: the same on all ranks, whatever each holds."""
         return PlacementShape(
             bucket_sizes=(sum(prod(spec.shape) for spec in self.specs) // self.ranks,),
             agrees=True,
@@ -413,7 +413,7 @@ class RankPlan(NamedTuple):
 
     @property
     def shape(self) -> PlacementShape:
-        """What the schedule of the rank depends on."""
+        """The part of the plan that the schedule of the rank depends on."""
         if self.buckets is None:
             assert self.blocks is not None
             return self.blocks.shape

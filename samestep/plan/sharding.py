@@ -59,12 +59,12 @@ class ParamSpec(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """In which its values are."""
+        """The dtype of its values."""
         return _dtype_named(self.dtype)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """In which its gradients are."""
+        """The dtype of its gradients."""
         return self.grad_dtype or self.torch_dtype
 
     @property
@@ -76,12 +76,12 @@ class ParamSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values that a rank holds."""
+        """The bytes of the values that a rank holds."""
         return self.numel * self.torch_dtype.itemsize
 
     @property
     def math_dtype(self) -> torch.dtype:
-        """In which its state is, and arithmetic is done."""
+        """The dtype of its state and of arithmetic."""
         return math_dtype(torch.empty(0, dtype=self.torch_dtype, device="meta"))
 
     @property

@@ -52,7 +52,7 @@ Mesh = tuple[tuple[str, ...], ...]  # per axis of a mesh the axes of the grid it
 
 
 class SpreadOver(NamedTuple):
-    """How a DTensor lies on a mesh: per mesh axis the axes of the grid it is made of, and its cut.
+    """The layout of a DTensor on a mesh: per mesh axis the axes of the grid, and its cut.
 
     (("data", "expert"),) with (Cut(0),) is what `fully_shard` does over both as one.
     summed: numbers of the mesh axes on which backward leaves every rank a summand of the gradient.
@@ -130,7 +130,7 @@ class GridPlacement:
         return self.bucket_plans[0]
 
     def gradient_sums(self) -> list[tuple[Peers, GradientSum]]:
-        """What is added up over the mesh when a step begins: of gradients that come reduced."""
+        """The gradients that are added up over the mesh when a step begins; of copies none."""
         if self.bucket_plans:
             return []
         sums = self.block_plans[0].gradient_sums(self.summands)
@@ -196,7 +196,7 @@ class GridPlan:
         return dict(self.reduced()).get(bucket.placement)
 
     def schedule(self, rank: int | None = None) -> Schedule:
-        """Of one rank; None: of the first, with as many chunks of blocks as any has."""
+        """The operations of a rank; None: of the first, with as many chunks as any has."""
         shapes = [
             own.shape if self.distribution.offload is None else _with_windows(own, self.groups)
             for own in self.on_rank(rank)
@@ -219,7 +219,7 @@ class GridPlan:
 
     @cached_property
     def local_units(self) -> list[OffloadUnit]:
-        """Of one process: what it updates, with its state."""
+        """The pieces that one process updates, with their state."""
         found, blocks = [], self.optimizer.plan.blocks
         for index, group in enumerate(self.groups):
             known = KnownGroup(group, index, self.optimizer.state, blocks)
@@ -237,11 +237,11 @@ class GridPlan:
 
     @cached_property
     def local_windows(self) -> Windows:
-        """Those of its state, where that stays on the host."""
+        """The windows of the state of one process, where that stays on the host."""
         return Windows({("update", 0): self.local_units})
 
     def on_rank(self, rank: int | None) -> list[RankPlan]:
-        """What a rank has of each placement; None: as `schedule` has it."""
+        """The plans of a rank, one of each placement; None: as `schedule` has it."""
         return [placement.on_rank(self.grid, rank) for placement in self.placements]
 
     def stored(self, rank: int) -> list[tuple[ParamSpec, int]]:
@@ -305,7 +305,7 @@ def plan_on_grid(
 
 @dataclass(eq=False)
 class _Request:
-    """What a kind is asked to place on all ranks: see `plan_on_grid`.
+    """The request to place the parameters of a kind on all ranks: see `plan_on_grid`.
 
     kinds: of all parameters, by name; lie: how those that are DTensors lie.
     """
@@ -320,17 +320,13 @@ class _Request:
     kinds: dict[Tensor, str] = field(default_factory=dict)
     lie: dict[Tensor, SpreadOver] = field(default_factory=dict)
 
-    @property
-    def on_gpu(self) -> bool:  # and NCCL carries
-        return self.device.type != "cpu"
-
     @cached_property
     def meshes(self) -> dict[Mesh, None]:
         return dict.fromkeys(over.mesh for over in self.lie.values())
 
     @cached_property
     def copies(self) -> dict[Mesh, Peers]:
-        """Of meshes of whose DTensors there are copies that are averaged here: who has them."""
+        """The ranks with copies, by mesh, where the optimizer averages these."""
         found = {}
         for mesh in self.meshes:
             lie = [over for over in self.lie.values() if over.mesh == mesh]
@@ -341,7 +337,7 @@ class _Request:
 
     @cached_property
     def beside(self) -> Distribution:
-        """Of what is averaged here."""
+        """The keywords for parameters that are averaged here."""
         others = self.meshes.keys() - self.copies.keys()
         distribution = self.optimizer.plan.distribution
         return distribution.beside_dtensors() if others else distribution
@@ -363,7 +359,8 @@ class _Request:
         elif peers is not None:
             fabric = Fabric(*usual_links(self.device.type), peers.size, peers.size)
         groups = None if outer is None else outer.size
-        return Topology(self.device, fabric, held, groups, uneven=self.device.type != "cpu")
+        on_gpu = self.device.type != "cpu"  # and NCCL carries
+        return Topology(self.device, fabric, held, groups, uneven=on_gpu)
 
     def plan(self, members: PlanMembers, topology: Topology) -> PlacementPlan:
         """The plan of a placement, as the optimizers of its ranks make it."""
@@ -377,8 +374,8 @@ class _Request:
         )
 
 
-def _whole(asked: _Request) -> Iterator[GridPlacement]:
-    """Plain parameters: one placement for groups that are reduced over the same ranks."""
+def _plain_placements(asked: _Request) -> Iterator[GridPlacement]:
+    """Place plain parameters: groups that are reduced over the same ranks together."""
     everyone, outer, beside = asked.everyone, asked.outer, asked.beside
     if everyone.size * (1 if outer is None else outer.size) == 1:
         return  # one process: nothing is shared
@@ -397,8 +394,8 @@ def _whole(asked: _Request) -> Iterator[GridPlacement]:
         yield GridPlacement(plan, peers, asked.grid.peers(), peers, compared, own_outer)
 
 
-def _parts(asked: _Request) -> Iterator[GridPlacement]:
-    """DTensors: one placement for each mesh."""
+def _dtensor_placements(asked: _Request) -> Iterator[GridPlacement]:
+    """Place DTensors: those of each mesh together."""
     grid, lie, groups = asked.grid, asked.lie, asked.optimizer.param_groups
     distribution = asked.optimizer.plan.distribution
     held_as = cache(partial(_held, grid))  # layers are alike
@@ -417,39 +414,30 @@ def _parts(asked: _Request) -> Iterator[GridPlacement]:
         held = tuple(boxes for boxes, _ in lying)
         copies = asked.copies.get(mesh)
         plan = asked.plan(members, asked.topology(copies, held))
-        if copies is not None:
-            placement = GridPlacement(
-                plan,
-                copies,
-                peers,
-                grid.peers(*copies.axes, *peers.axes),
-                _replicated(grid, overs, copies.size),
-                summands=tuple(_summands(grid, over) for over in overs),
-            )
-            for place in range(peers.size):  # what cannot be planned is told now
-                plan.buckets_on(place)
-            yield placement
-            continue
+        for place in range(peers.size):  # what cannot be planned is told now
+            plan.buckets_on(place)
+        summands = _reduced_summands if copies is None else _summands
+        copies = copies or grid.peers()
         yield GridPlacement(
             plan,
-            grid.peers(),
+            copies,
             peers,
-            peers,
-            _replicated(grid, overs),
-            summands=tuple(_reduced_summands(grid, over) for over in overs),
+            grid.peers(*copies.axes, *peers.axes),
+            _replicated(grid, overs, copies.size),
+            summands=tuple(summands(grid, over) for over in overs),
             room=tuple(room for _, room in lying),
         )
 
 
 # What ranks will have of parameters, by the name of their kind in `shards.registry`.
 PLACED: dict[str, Callable[[_Request], Iterator[GridPlacement]]] = {
-    "replicated": _whole,
-    "dtensor": _parts,
+    "replicated": _plain_placements,
+    "dtensor": _dtensor_placements,
 }
 
 
 def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:
-    """Who else has the parts that a rank has of the DTensors of a mesh, and averages them."""
+    """The ranks that have the same shards of the DTensors of a mesh, and average them."""
     if any(over.by_fsdp for over in lie):
         return grid.peers()
     return grid.peers(*(axis for axis in everyone.axes if axis not in lie[0].axes))
@@ -465,7 +453,7 @@ def _summands(grid: Grid, over: SpreadOver) -> Summands | None:
 
 
 def _reduced_summands(grid: Grid, over: SpreadOver) -> Summands | None:
-    """What `combine_gradients` adds up: all along the same axes at once."""
+    """The summands that `combine_gradients` adds up: all along the same axes at once."""
     return Summands(_summing(grid, over), over.summed) if over.summed else None
 
 
@@ -476,18 +464,18 @@ def _summing(grid: Grid, over: SpreadOver) -> Peers:
 def _replicated(
     grid: Grid, lie: Sequence[SpreadOver], copies: int = 1
 ) -> tuple[ReplicatedAlong, ...]:
-    """What ranks compare of copies along the axes of one mesh."""
+    """The copies along the axes of one mesh that ranks compare."""
     replicated = [[axis for axis, cut in enumerate(o.cuts) if cut.dim is None] for o in lie]
     return replicated_along(_sizes(grid, lie[0]), replicated, copies)
 
 
 def _sizes(grid: Grid, over: SpreadOver) -> list[int]:
-    """Of the axes of a mesh."""
+    """The sizes of the axes of a mesh."""
     return [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
 
 
 def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBoxes, int | None]:
-    """What ranks of a mesh hold, in the order of its group, and room as `Spreading.room` has it."""
+    """The boxes of a mesh in the order of its group, and room as `GridPlacement.room` has it."""
     sizes = _sizes(grid, over)
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
@@ -501,7 +489,7 @@ def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBox
 
 
 def _with_windows(own: RankPlan, groups: Sequence[Group]) -> PlacementShape:
-    """What the schedule of a rank depends on, with the windows of its state."""
+    """The part that the schedule of a rank depends on, with the windows of its state."""
     windows, shape = _windows_of(own, groups), own.shape
     return shape._replace(
         windows=windows.sizes(len(shape.bucket_sizes)),
@@ -530,7 +518,7 @@ def _unit(updated: Updated, groups: Sequence[Group]) -> OffloadUnit:
 
 
 def _of_chunk(own: RankPlan, number: int, groups: Sequence[Group]) -> Iterator[OffloadUnit]:
-    """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
+    """The state of the parts that a rank holds, and of whole blocks, which all have."""
     assert own.blocks is not None
     for planned in own.blocks.chunks[number].blocks:
         spec = own.blocks.specs[planned.param]

@@ -1,4 +1,4 @@
-"""What is alive at every moment of a step, and the moment when that is most."""
+"""A ledger of the buffers that are alive in a step, and of the moment when that is most."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
@@ -30,7 +30,7 @@ class Ledger:
         self._total = 0  # of the most
 
     def replay(self, changes: Iterable[Change]) -> None:
-        """Changes in the order in which they are made."""
+        """Make changes, in their order."""
         for change in changes:
             match change:
                 case Allocation(key, nbytes, kind, pool):
@@ -48,7 +48,7 @@ class Ledger:
                     self.passing(nbytes)
 
     def add(self, key: object, size: int, kind: str = BUFFERS) -> None:
-        """It takes so many bytes from now on, whatever it took before."""
+        """Count a buffer that takes so many bytes from now on, whatever it took before."""
         self.drop(key)
         self._alive[key] = kind, size
         self.now[kind] += size
@@ -57,13 +57,13 @@ class Ledger:
             self._total, self.most = total, Then(**self.now)
 
     def drop(self, key: object) -> None:
-        """It is let go of; nothing, if it was not there."""
+        """Forget a buffer, if it is there."""
         if key in self._alive:
             kind, size = self._alive.pop(key)
             self.now[kind] -= size
 
     def passing(self, size: int) -> None:
-        """It comes, and goes at once."""
+        """Count bytes that come, and go at once."""
         self.add("passing", size, TEMPORARIES)
         self.drop("passing")
 
@@ -72,5 +72,5 @@ class Ledger:
         return ((key, nbytes) for key, (_, nbytes) in self._alive.items())
 
     def size(self, key: object) -> int | None:
-        """Bytes of what is alive."""
+        """The bytes of a buffer; None: it is not there."""
         return self._alive[key][1] if key in self._alive else None

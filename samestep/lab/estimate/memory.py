@@ -36,7 +36,7 @@ from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 
 
 class RankMemory(NamedTuple):
-    """Of one rank, in bytes.
+    """Memory of one rank, in bytes.
 
     gradients: when backward is over.
     buffers, temporaries: beside gradients when most is alive; `gradients_then` are those.
@@ -55,7 +55,7 @@ class RankMemory(NamedTuple):
 
     @property
     def stays(self) -> int:
-        """What is alive between steps, without gradients."""
+        """The bytes that are alive between steps, without gradients."""
         return self.parameters + self.main_parameters + self.state + self.staging
 
     @property
@@ -74,7 +74,7 @@ class RankMemory(NamedTuple):
         )
 
     def or_then(self, inside: Then) -> "RankMemory":
-        """With another moment, of forward and backward, if more is alive then."""
+        """The rank at another moment, of forward and backward, if more is alive then."""
         return self if inside.total <= self.gradients_then + self.in_flight else self.at(inside)
 
 
@@ -90,7 +90,7 @@ def rank_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
 
 
 def kept_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
-    """What stays on a rank wherever its state is: parameters, main parameters and state."""
+    """The memory that stays on a rank: parameters, main parameters and state, wherever it is."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     for placement, own in zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True):
         if own.buckets is not None:
@@ -113,7 +113,7 @@ def kept_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
 
 
 def _whole_parameters(buckets: BucketPlan) -> int:
-    """With the gaps of flat buffers."""
+    """The bytes of parameters, with the gaps of flat buffers."""
     flat = buckets.options.buffers == "flat"
     return sum(each.nbytes for each in (buckets.plan.buckets if flat else buckets.plan.params))
 
@@ -175,7 +175,7 @@ def passing_memory(grid_plan: GridPlan, rank: int) -> tuple[int, Then]:
 
 
 def step_memory(grid_plan: GridPlan, rank: int) -> Iterator[Iterable[Change]]:
-    """What is allocated and freed in backward, and then by each operation of the step."""
+    """Changes of memory: those of backward, and then of each operation of the step."""
     rules = _Rules(grid_plan, rank)
     memories = _memories(grid_plan, rank, rules)
     again = grid_plan.stages is not None  # a pipeline has several micro-batches
@@ -190,7 +190,7 @@ def step_memory(grid_plan: GridPlan, rank: int) -> Iterator[Iterable[Change]]:
 def _memories(
     grid_plan: GridPlan, rank: int, rules: "_Rules"
 ) -> list[BucketMemory | BlockMemory | GradientMemory]:
-    """What operations allocate and free, by placement: of buckets, and of blocks."""
+    """The memory of each placement: of its buckets, and of its blocks."""
     found: list[BucketMemory | BlockMemory | GradientMemory] = []
     each = zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True)
     for number, (placement, own) in enumerate(each):
@@ -208,7 +208,7 @@ def _memories(
 
 
 class _Rules:
-    """What rules allocate while they run, on one rank."""
+    """The bytes that rules allocate while they run, on one rank."""
 
     def __init__(self, grid_plan: GridPlan, rank: int) -> None:
         self._grid_plan, self._every = grid_plan, grid_plan.on_rank(rank)
@@ -216,7 +216,7 @@ class _Rules:
         self._windows = cache(lambda number: grid_plan.windows(self._every[number]))
 
     def transform(self, spec: ParamSpec, count: int, shape: tuple[int, int]) -> int:
-        """To transform so many whole matrices of one shape."""
+        """The bytes to transform so many whole matrices of one shape."""
         if self._on_cpu:
             peaks = RulePeaks(self._grid_plan.groups[spec.group], on_cpu=True)
             return peaks.transform(count, shape, spec.math_dtype)
@@ -224,7 +224,7 @@ class _Rules:
         return batch.temporary_bytes + count * prod(shape) * 4
 
     def update(self, operation: Update) -> Iterator[int]:
-        """To update what an operation does, group by group."""
+        """The bytes that an operation takes, group by group."""
         by_group: dict[int, list[tuple[ParamSpec, tuple[int, ...]]]] = defaultdict(list)
         for each, elements in self._updates(operation):
             shapes = [(elements,)] if each.block is None else each.block.matrices
@@ -232,7 +232,7 @@ class _Rules:
         return (self._of_group(index, members) for index, members in by_group.items())
 
     def _updates(self, operation: Update) -> list[tuple[Updated, int]]:
-        """What is updated, and so many elements of it."""
+        """The pieces that are updated, and the elements of each that are."""
         if operation.window is not None:
             placement = operation.window.bucket.placement
             own = self._windows(placement) if self._every else self._grid_plan.local_windows

@@ -11,7 +11,7 @@ BUCKET, OTHER = ("packed", 0, 0), ("packed", 0, 1)
 
 
 def test_a_spare_buffer_is_taken_again():
-    """It stays alive meanwhile, and one that is not spare is made anew."""
+    """A spare buffer stays alive meanwhile; where there is none, one is made."""
     ledger, peaks = Ledger(), []
     for change in (
         Allocation(BUCKET, 100, GRADIENTS, "pool"),

@@ -47,6 +47,7 @@ class GPTConfig:
     expert_size: int = 0  # channels inside an expert; 0: as many per token as one MLP has
     capacity: float = 0.0  # room per expert, as a multiple of an even share; 0: for all that come
     shared_experts: int = 0  # that every token passes, beside those it chooses
+    overlap_shared: bool = True  # they compute while rows travel to the others
     null_experts: int = 0  # that a token may choose, and that add nothing
     balance_loss: float = 0.0  # coefficients, per layer: see parallel/router_losses.py
     z_loss: float = 0.0
@@ -221,6 +222,7 @@ class MixtureOfExperts(nn.Module):
             config.capacity,
             config.null_experts,
             device_counts=config.expert_products != "loop",
+            overlap=config.overlap_shared,
         )
         shared = config.shared_experts * config.expert_hidden
         self.shared_experts = MLP(config.width, shared) if shared else None
@@ -242,9 +244,7 @@ class MixtureOfExperts(nn.Module):
         else:
             weights = weights / weights.sum(dim=1, keepdim=True)
         weights = self.losses(weights, logits, scores, chosen)
-        mixed: Tensor = self.dispatch(tokens, chosen, weights, self.experts)
-        if self.shared_experts is not None:
-            mixed = mixed + self.shared_experts(tokens)
+        mixed: Tensor = self.dispatch(tokens, chosen, weights, self.experts, self.shared_experts)
         return mixed.to(x.dtype).view_as(x)
 
     def _choose(self, scores: Tensor) -> Tensor:

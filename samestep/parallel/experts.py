@@ -1,18 +1,25 @@
 """Experts that live on several ranks: tokens travel to those that they have chosen, and back.
 
+An expert that all tokens share needs none of that: it runs while rows travel to the others, and its
+backward while their gradients travel back.
+
+    forward    launch, shared expert, wait, experts, launch, wait
+    backward   launch, wait, experts, launch, shared expert, wait
+
 Shapes: N tokens of C channels on this rank, K experts per token, E experts, of which `here` on
 this rank.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Autograd sees the second one; torch has both without a public name.
+# Without public names in torch. The second one is for graphs that torch.compile makes.
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -87,32 +94,54 @@ class TokenDispatch(nn.Module):
             no row of theirs is computed or sent.
         device_counts: Give `counts` as a tensor, (here,), where all experts are on this rank and
             none is null: then the host waits for nothing, and sizes follow from N alone.
+        overlap: Run a `shared` expert while rows travel, and its backward while their gradients
+            do; False: after the others. Either gives the same bits. Without an exchange of rows,
+            and in graphs of torch.compile, it comes after the others.
     """
 
     overflow: Tensor
 
     def __init__(
-        self, experts: int, capacity: float = 0.0, null: int = 0, device_counts: bool = False
+        self,
+        experts: int,
+        capacity: float = 0.0,
+        null: int = 0,
+        device_counts: bool = False,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         self.experts, self.capacity, self.null = experts, capacity, null
-        self.device_counts = device_counts
+        self.device_counts, self.overlap = device_counts, overlap
         self.gathered_experts = False  # by FSDP2, before they are called
         self.places = Places()
         self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        """Mix (N, C) by `weights` (N, K) of `chosen` (N, K); the result is (N, C), in fp32."""
+    def forward(
+        self,
+        tokens: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        experts: Experts,
+        shared: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Mix (N, C) by `weights` (N, K) of `chosen` (N, K); the result is (N, C), in fp32.
+
+        What `shared` makes of all tokens, (N, C) to (N, C), is added.
+        """
+        beside = None if shared is None else _Beside(partial(shared, tokens))
         tokens, chosen, weights = self._enter(tokens, chosen, weights)
         all_are_here = self.places.exchange is None and self.places.same_tokens is None
-        run = self._all_that_come
+        early = beside if self.overlap and not torch.compiler.is_compiling() else None
         if self.capacity:
-            run = self._with_room
+            made = self._with_room(tokens, chosen, experts, early)
         elif self.device_counts and all_are_here and not self.null:
-            run = self._all_are_here
-        made = run(tokens, chosen, experts).view(*chosen.shape, tokens.shape[1])
+            made = self._all_are_here(tokens, chosen, experts)
+        else:
+            made = self._all_that_come(tokens, chosen, experts, early)
+        made = made.view(*chosen.shape, tokens.shape[1])
         wide = torch.promote_types(made.dtype, torch.float32)
-        return self._leave((made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(dim=1))
+        mixed = self._leave((made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(dim=1))
+        return mixed if beside is None else mixed + beside()
 
     # --- tokens of other ranks that compute the same -----------------------------------------
 
@@ -158,7 +187,9 @@ class TokenDispatch(nn.Module):
 
     # Sizes differ from step to step: it would be compiled again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _all_that_come(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    def _all_that_come(
+        self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
+    ) -> Tensor:
         """What the chosen experts make of every token, (N K, C)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -167,7 +198,7 @@ class TokenDispatch(nn.Module):
         to_experts = order[: int(counts.sum())] if self.null else order
         rows = tokens[to_experts.div(chosen.shape[1], rounding_mode="floor")]
         if self.places.exchange is not None:
-            made = self._exchanged(rows, counts, experts, self.places.exchange)
+            made = self._exchanged(rows, counts, experts, self.places.exchange, beside)
         elif self.places.same_tokens is not None:
             made = self._own_part(rows, counts, experts, self.places.same_tokens)
         else:
@@ -177,7 +208,12 @@ class TokenDispatch(nn.Module):
         return made[order.argsort()]
 
     def _exchanged(
-        self, rows: Tensor, counts: Tensor, experts: Experts, group: dist.ProcessGroup
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        experts: Experts,
+        group: dist.ProcessGroup,
+        beside: "_Beside | None",
     ) -> Tensor:
         """Send rows, by expert, to where the experts are; and what they made back."""
         ranks = dist.get_world_size(group)
@@ -187,12 +223,12 @@ class TokenDispatch(nn.Module):
         coming = once(lambda: all_to_all_single(counts, even, even, group)).view(ranks, here)
         sent = counts.view(ranks, here).sum(dim=1).tolist()
         received = coming.sum(dim=1).tolist()
-        rows = all_to_all_single_autograd(rows, received, sent, group)
+        rows = _travelled(rows, sent, received, group, beside)
         # They come by rank, then by expert; experts want theirs together.
         owner = torch.arange(here, device=rows.device).repeat(ranks)
         order = owner.repeat_interleave(coming.flatten()).argsort(stable=True)
         made = experts(rows[order], coming.sum(dim=0).tolist())
-        return all_to_all_single_autograd(made[order.argsort()], sent, received, group)
+        return _travelled(made[order.argsort()], received, sent, group)
 
     def _own_part(self, rows: Tensor, counts: Tensor, experts: Experts, mesh: DeviceMesh) -> Tensor:
         """Run this rank's experts on the rows that are theirs; others make zeros here."""
@@ -206,7 +242,9 @@ class TokenDispatch(nn.Module):
 
     # --- sizes never change ------------------------------------------------------------------
 
-    def _with_room(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    def _with_room(
+        self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
+    ) -> Tensor:
         """The same with equal room for every expert; what does not fit makes zeros."""
         flat = chosen.flatten()
         slots = math.ceil(self.capacity * flat.numel() / (self.experts + self.null))
@@ -223,15 +261,15 @@ class TokenDispatch(nn.Module):
         token = torch.arange(len(flat), device=tokens.device) // chosen.shape[1]
         source = source.scatter(0, place, token)[:-1]
         rows = _with_zeros(tokens)[source].view(self.experts, slots, tokens.shape[1])
-        return _with_zeros(self._run_stacked(rows, experts).flatten(0, 1))[place]
+        return _with_zeros(self._run_stacked(rows, experts, beside).flatten(0, 1))[place]
 
-    def _run_stacked(self, rows: Tensor, experts: Experts) -> Tensor:
+    def _run_stacked(self, rows: Tensor, experts: Experts, beside: "_Beside | None") -> Tensor:
         """Transform (E, slots, C)."""
         group, same = self.places.exchange, self.places.same_tokens
         if group is not None:
             ranks = dist.get_world_size(group)
             here, (_, slots, channels) = self.experts // ranks, rows.shape
-            rows = _swapped(rows, group).view(ranks, here, slots, channels)
+            rows = _swapped(rows, group, beside).view(ranks, here, slots, channels)
             made = experts(rows.transpose(0, 1).flatten(1, 2))  # (here, ranks slots, C)
             back = made.view(here, ranks, slots, channels).transpose(0, 1).flatten(0, 1)
             return _swapped(back, group)
@@ -274,10 +312,103 @@ def _moved(
     return spread.to_local(grad_placements=None if back else parts)
 
 
-def _swapped(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+class _Beside:
+    """A computation for the time in which rows travel; it runs once, whoever asks for it first."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute = compute
+        self._found: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._found is None:
+            self._found = self._compute()
+        return self._found
+
+
+def _swapped(rows: Tensor, group: dist.ProcessGroup, beside: _Beside | None = None) -> Tensor:
     """Exchange equal parts of dim 0."""
     part = [len(rows) // dist.get_world_size(group)] * dist.get_world_size(group)
-    return all_to_all_single_autograd(rows.contiguous(), part, part, group)
+    return _travelled(rows.contiguous(), part, part, group, beside)
+
+
+def _travelled(
+    rows: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    beside: _Beside | None = None,
+) -> Tensor:
+    """Send `sent` rows to each rank, and give those that come, `received` from each.
+
+    `beside` is computed meanwhile. Autograd runs what was built last first, so the gradient of
+    what lies between launch and wait is computed between those of backward, too.
+    """
+    if torch.compiler.is_compiling():
+        return all_to_all_single_autograd(rows, received, sent, group)
+    trip = _Trip(group, sent, received)
+    arriving = _Launch.apply(rows, trip)  # type: ignore[no-untyped-call]
+    if beside is not None:
+        beside()
+    arrived: Tensor = _Wait.apply(arriving, trip)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class _Trip:
+    """One all-to-all of rows, and that of their gradients in the other direction."""
+
+    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
+        self._group, self._sent, self._received = group, sent, received
+        # Kept until the wait: neither buffer may be freed before.
+        self._flight: tuple[Any, Tensor, Tensor] | None = None
+
+    def launch(self, rows: Tensor) -> Tensor:
+        """Room for the rows that come, which has them after `wait`."""
+        return self._start(rows, self._sent, self._received)
+
+    def launch_back(self, grads: Tensor) -> None:
+        self._start(grads, self._received, self._sent)
+
+    def _start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        rows = rows.contiguous()
+        into = rows.new_empty(sum(received), *rows.shape[1:])
+        call = partial(dist.all_to_all_single, into, rows, received, sent)
+        self._flight = call(group=self._group, async_op=True), into, rows
+        return into
+
+    def wait(self) -> Tensor:
+        assert self._flight is not None
+        (work, into, _), self._flight = self._flight, None
+        work.wait()
+        return into
+
+
+class _Launch(torch.autograd.Function):
+    """Rows begin to travel; in backward, their gradients have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.launch(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.trip.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    """Rows have arrived; in backward, their gradients begin to travel."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.wait()
+        return arriving
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # What `_Launch` gives on is found by the trip: this is only of the right shape.
+        ctx.trip.launch_back(grads[0])
+        return grads[0], None
 
 
 def _with_zeros(rows: Tensor) -> Tensor:

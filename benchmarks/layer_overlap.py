@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks import heading, load_line, slowest
 from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, picture
-from samestep.bench.gpu.report import Screen
+from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.models.gpt import GPTConfig, MixtureOfExperts
 from samestep.parallel.experts import Places

@@ -250,7 +250,7 @@ class ModelledGroup(dist.ProcessGroup):
     ) -> dist.Work:
         sent = sum(outgoing) - outgoing[self.rank()]
         received = sum(incoming) - incoming[self.rank()]
-        carried = max(sent, received) * input.element_size()
+        carried = max(sent, received) * input.nbytes / max(len(input), 1)  # sizes count rows
         launch = self._gloo.alltoall_base
         return self._launch("all_to_all", carried, launch, output, input, incoming, outgoing, *opts)
 

@@ -56,11 +56,14 @@ class GroupReduction(NamedTuple):
 
     Experts live on some ranks and see the tokens of more: the divisor is the number of ranks
     whose losses are averaged. None: the number of ranks that hold them.
+
+    stages: ranks of several pipeline stages, whose gradients are addends; the number of stages.
     """
 
     ranks: RankGroup
     divisor: float | None = None
     outer: RankGroup | None = None  # those that do the same in other groups
+    stages: int = 1
 
 
 def rank_group(process_group: dist.ProcessGroup | None = None) -> RankGroup | None:

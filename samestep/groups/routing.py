@@ -113,7 +113,8 @@ def routable(model: nn.Module) -> Routable:
     for path, module in model.named_modules(remove_duplicate=False):
         for own_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             names.setdefault(param, without_wrappers(f"{path}.{own_name}"))
-            owners.setdefault(param, []).append(module)
+            owner = module.stand_in if isinstance(module, Elsewhere) else module
+            owners.setdefault(param, []).append(owner)
     found = [
         NamedParameter(name, param, tuple(owners[param]))
         for param, name in names.items()
@@ -544,12 +545,14 @@ def _describe(parameter: NamedParameter) -> str:
 class Elsewhere(nn.Module):
     """Stands where a module of another stage was.
 
-    It has no parameters, but remembers what there were: which rule a parameter follows is decided
-    by the whole model, and a pattern may mean what is not here.
+    It remembers which parameters there were: which rule a parameter follows is decided by the whole
+    model, and a pattern may mean what is not here. It has none of its own but those that are tied
+    to a parameter of this stage, under the names that they have in the whole model.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self._kind = type(module)
         # Not as parameters: nobody here trains, moves or saves them.
         self.named = [
             (name, param.detach().to("meta"))
@@ -564,6 +567,27 @@ class Elsewhere(nn.Module):
                 if isinstance(m, nn.Embedding | nn.EmbeddingBag)
             )
         )
+
+    @property
+    def stand_in(self) -> nn.Module:
+        """An empty module of the class that was here, for whoever asks what holds a parameter."""
+        return object.__new__(self._kind)
+
+    def share(self, name: str, param: nn.Parameter, kind: type[nn.Module]) -> None:
+        """Hold a parameter of this stage under the name that it also had in this place.
+
+        kind: the class of the module that held it.
+        """
+        path, _, key = name.rpartition(".")
+        owner = self
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                owner.add_module(part, Elsewhere(nn.Module()))
+            inner = owner.get_submodule(part)
+            assert isinstance(inner, Elsewhere)
+            owner = inner
+        owner._kind = kind
+        owner.register_parameter(key, param)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Nobody has asked it for anything but where it is."""

@@ -66,9 +66,11 @@ class OptimizerPlan:
         *,
         owner: str,
         alone: bool = False,
+        tied: bool = False,
     ) -> None:
         _refuse_offload(steps, distribution)
         self.distribution = distribution
+        self._tied = tied
         self.masters = bool(steps.master_weights)
         self.is_deferred = distribution.deferred and not alone
         self.placed: list[Placement] = []
@@ -91,6 +93,9 @@ class OptimizerPlan:
         """Find the ranks that share the work, and make the planner for them."""
         distribution = self.distribution
         self.ranks = rank_group(distribution.process_group)
+        if self._tied and self.ranks is None and distribution.process_group is not None:
+            # Ranks of other stages have copies: what lies beside them is planned alike.
+            self.ranks = registry.of(distribution.process_group)
         watch.start()
         # Without one, whoever averages elsewhere says grads="reduced".
         self.expects_no_group = not has_process_group() and distribution.grads == "local"
@@ -120,6 +125,7 @@ class OptimizerPlan:
             owner=self._owner,
             master_weights=self.masters,
             lines=self._steps.lines(),
+            stages=self.stages,
         )
 
     def forget(self) -> None:
@@ -183,6 +189,10 @@ class OptimizerPlan:
         self._compare_kinds(groups, wanted)
         self._look_for_stages(groups)
         self.planner.problem = problem = self.shared_memory(groups)
+        for index in wanted:
+            if index in self.reductions:
+                known = self.reductions[index]
+                self.reductions[index] = self.planner.with_stages(known, groups[index])
         planned = self.planner.plans(groups, wanted, self.blocks, self.reductions)
         if problem is not None:
             raise ValueError(problem)
@@ -380,6 +390,21 @@ class OptimizerPlan:
             placement.values.refresh_masters(state)
 
     # --- who has what ------------------------------------------------------------------------
+
+    def counts_in_norm(self, ranks: RankGroup | None) -> bool:
+        """Whether this stage counts what these ranks hold: of stages that all do, the first."""
+        if ranks is None or self.stages is None:
+            return True
+        holders = [rank for rank in self.stages.members if rank in ranks.members]
+        return holders[:1] in ([], [self.stages.members[self.stages.rank]])
+
+    def groups_of_stages(self) -> dict[RankGroup, list[int]]:
+        """Groups whose parameters are tied over stages, by the ranks of all of these."""
+        found: dict[RankGroup, list[int]] = {}
+        for index, reduction in self.reductions.items():
+            if reduction.stages > 1:
+                found.setdefault(reduction.ranks, []).append(index)
+        return found
 
     def who_works_on(self, param: Tensor) -> tuple[str, str]:
         """The parties that average a parameter's gradients, and update it, in words."""

@@ -32,6 +32,7 @@ from samestep.groups.param_groups import (
 from samestep.groups.routing import routable, warn_of_fused_members
 from samestep.groups.step_options import StepOptions, clips, limit_text
 from samestep.groups.table import state_lines, table
+from samestep.groups.tied import refuse_replaced, tied_apart
 from samestep.kernels.call import on_device_of
 from samestep.layout.boxes import HeldState, mesh_of
 from samestep.optimizer import assumptions
@@ -84,10 +85,20 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._clipped = False  # by hand, since the last step
         self._rule_options = rule_options
         self._in_flight = ParametersInFlight()
-        self.plan = OptimizerPlan(
-            distribution, steps, self._in_flight, order_of_use, owner=type(self).__name__
-        )
         model = params if isinstance(params, nn.Module) else model
+        if isinstance(params, nn.Module):
+            params = [(name, param) for name, param, _ in routable(params).parameters]
+        if model is not None:
+            refuse_replaced(model)
+        given, params = params, tied_apart(params)
+        self.plan = OptimizerPlan(
+            distribution,
+            steps,
+            self._in_flight,
+            order_of_use,
+            owner=type(self).__name__,
+            tied=given is not params,
+        )
         refuse_second_clipping(model, steps.max_grad_norm)
         self._compose(model, defaults.get("rule"))
         if distribution.overlap_param_gather:
@@ -97,8 +108,6 @@ class RuleOptimizer(torch.optim.Optimizer):
                     "instead of parameters or groups (groups= can sort its parameters)"
                 )
             self._in_flight.watch(model)
-        if isinstance(params, nn.Module):
-            params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
         if not self.plan.is_deferred:
             if self._construction is not None:

@@ -309,7 +309,7 @@ class StepRunner:
                 own = torch.zeros(1 + len(rules), dtype=torch.float64, device=self._device)
                 own = own if square is None else square
                 square = total("gradient norm", own, ranks).wait()
-            if square is not None:
+            if square is not None and self._plan.counts_in_norm(ranks):
                 squares.append(square)
         square = torch.stack(squares).sum(0) if len(squares) > 1 else next(iter(squares), None)
         if self._plan.stages is None:
@@ -360,7 +360,7 @@ class StepRunner:
 
     def _measure(self, _: Measure) -> None:
         assert self.rules.sizes is not None
-        self.rules.sizes.combine(self._plan.ranks, self._device)
+        self.rules.sizes.combine(self._plan.ranks, self._device, self._plan.groups_of_stages())
 
     def metrics(self, groups: int) -> dict[str, Tensor]:
         """See `RuleOptimizer.metrics`."""

@@ -109,9 +109,13 @@ class StepAgreement:
         raise problem.error
 
     def all_participants(self) -> RankGroup | None:
-        """All ranks that take part, where no placement has all of them; None: not needed."""
+        """All ranks that take part, where no placement has all of them; None: not needed.
+
+        Without those of other stages, which hear of it over `stage_group`.
+        """
         held_by = [placement.held_by for placement in self._placements]
-        groups = {group.members: group for group in held_by if group is not None}
+        over_stages = self._plan.groups_of_stages()
+        groups = {g.members: g for g in held_by if g is not None and g not in over_stages}
         if len(groups) < 2:
             return None
         members = {rank for group in groups for rank in group}

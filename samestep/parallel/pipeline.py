@@ -118,7 +118,7 @@ class Pipeline:
         require_same_lines("pipeline", lines, self._ranks, self._device)
         self.my_stages = range(self._ranks.rank, self.stages, self._ranks.size)
         self.model = model
-        self.parts = cut(model, plan, self.stages, self.my_stages)
+        self.parts = cut(model, plan, self.stages, self.my_stages, self._ranks.size)
         set_share(model, 1 / micro_batches)
         self._training: Any = None  # the schedules, made at the first step: parts may change
         self._evaluation: Any = None

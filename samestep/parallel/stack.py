@@ -10,13 +10,14 @@ from torch import Tensor, nn
 import samestep
 from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
+from samestep.groups.tied import names_of_tied
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import apply
 from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline, evaluating
 from samestep.parallel.plan import Plan
 from samestep.parallel.recompute import What
-from samestep.parallel.stages import StagePlan
+from samestep.parallel.stages import StagePlan, StagePlanError
 from samestep.parallel.tensor import check_positions
 
 
@@ -72,9 +73,22 @@ class Stack:
                 schedule=schedule,
             )
             parts = self.pipeline.parts
+            self._refuse_cutting_tied()
         options: Any = {"ordered": ordered, "adapt": adapt, "fsdp": fsdp}
         options |= {"compile": compile, "recompute": recompute}
         self.applied = [apply(part, plan, mesh, **options) for part in parts]
+
+    def _refuse_cutting_tied(self) -> None:
+        """Raise where a parameter that several stages have would become a DTensor on each."""
+        cut = [f"tp={self.mesh.degrees.tp}"] if self.mesh.degrees.tp > 1 else []
+        cut += ["FSDP2"] if self.fsdp and self.mesh.dense.size() > 1 else []
+        names = names_of_tied(self.model)
+        if cut and names:
+            raise StagePlanError(
+                f"{names[0]!r} is tied over pipeline stages, which have whole copies of it, and "
+                f"{' and '.join(cut)} would cut it: take tp=1 and fsdp=False (the optimizer shares "
+                "state and updates over copies), or untie it"
+            )
 
     @property
     def batch_place(self) -> int:

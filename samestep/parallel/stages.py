@@ -1,15 +1,16 @@
 """Pipeline stages: which modules each has, cut out of the whole model without new names."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samestep.groups.routing import Elsewhere
+from samestep.groups.tied import set_places
 
 
 class StagePlanError(ValueError):
@@ -94,7 +95,7 @@ def spread(blocks: int, stages: int) -> list[range]:
 
 
 def stage_of_modules(model: nn.Module, plan: StagePlan, stages: int) -> dict[str, int]:
-    """The stage of every module that is in one stage alone; all parameters are in one of them."""
+    """The stage of every module that is in one stage alone; all parameters are in some of them."""
     blocks = _module(model, plan.blocks, "blocks")
     names = [name for name, _ in blocks.named_children()]
     found = dict.fromkeys(plan.first, 0) | dict.fromkeys(plan.last, stages - 1)
@@ -102,22 +103,89 @@ def stage_of_modules(model: nn.Module, plan: StagePlan, stages: int) -> dict[str
         _module(model, name, "first" if found[name] == 0 else "last")
     for stage, members in enumerate(spread(len(names), stages)):
         found |= {f"{plan.blocks}.{names[number]}": stage for number in members}
-    owner: dict[Tensor, tuple[str, int]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        stages_of_it = [s for part, s in found.items() if name.startswith(f"{part}.")]
-        if not stages_of_it:
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not any(name.startswith(f"{part}.") for part in found):
             raise StagePlanError(
                 f"parameter {name!r} is in none of blocks, first and last: name its module in the "
                 "plan, and if it has none, put it into one"
             )
-        stage = stages_of_it[0]
-        other, its_stage = owner.setdefault(param, (name, stage))
-        if its_stage != stage:
-            raise StagePlanError(
-                f"{other!r} and {name!r} are one parameter, but stages {its_stage} and {stage} "
-                "would have it: untie them, or take fewer stages"
-            )
     return found
+
+
+class Tie(NamedTuple):
+    """One parameter of a model under several names, in modules of different stages."""
+
+    param: nn.Parameter
+    names: tuple[str, ...]
+    kinds: tuple[type[nn.Module], ...]  # of the modules that hold it
+    stages: tuple[int, ...]
+
+
+def ties_of(model: nn.Module, of_module: Mapping[str, int]) -> list[Tie]:
+    """The parameters that modules of different stages have; `of_module` has the stage of each."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    found = []
+    for param, own in names.items():
+        stages = [next(s for part, s in of_module.items() if _in(name, part)) for name in own]
+        if len(set(stages)) > 1:
+            kinds = [type(model.get_submodule(name.rpartition(".")[0])) for name in own]
+            found.append(Tie(param, tuple(own), tuple(kinds), tuple(stages)))
+    return found
+
+
+def _in(name: str, part: str) -> bool:
+    return name.startswith(f"{part}.")
+
+
+def tie(
+    stage: nn.Module,
+    *names: str,
+    places: Iterable[int],
+    kind: type[nn.Module] = nn.Embedding,
+) -> None:
+    """Say that a parameter of a stage of one's own is also a parameter of other stages.
+
+        tie(stage, "embedding.weight", "head.weight", places=(0, 3))
+
+    Every stage that has one of the names calls it, before the optimizer is made, with the same
+    arguments. The parameter goes by the first name, in `opt.table()` and checkpoints, and a model's
+    state dict has all of them, as in a model that is not cut.
+
+    Args:
+        stage: What this rank has of the model. Where another stage has a module, there is none.
+        names: Of one parameter in the whole model.
+        places: The ranks of the pipeline, by their place in it, whose stages have the parameter.
+        kind: The class of the module that the first name is in, which decides its role.
+    """
+    params = dict(stage.named_parameters(remove_duplicate=False))
+    here = [name for name in names if name in params]
+    if len(here) != 1:
+        raise StagePlanError(
+            f"tie: this stage has {' and '.join(map(repr, here)) or 'none'} of {', '.join(names)}: "
+            "call it on stages that have one of them, each under the name that it has there"
+        )
+    param = params[here[0]]
+    for number, name in enumerate(names):
+        path, _, key = name.partition(".")
+        if not key:
+            raise StagePlanError(f"tie: {name!r} is not the name of a parameter in a module")
+        if name == here[0]:
+            continue
+        try:
+            module = stage.get_submodule(path)
+        except AttributeError:
+            module = Elsewhere(nn.Module())
+            others = list(stage._modules.items())
+            stage.add_module(path, module)
+            if number == 0:  # the first module that has a parameter gives it its name
+                for other, _ in others:
+                    stage._modules[other] = stage._modules.pop(other)
+        if not isinstance(module, Elsewhere):
+            raise StagePlanError(f"tie: {path!r} is in this stage, and has no parameter {key!r}")
+        module.share(key, param, kind if number == 0 else nn.Module)
+    set_places(param, places)
 
 
 def _module(model: nn.Module, name: str, part: str) -> nn.Module:
@@ -130,16 +198,31 @@ def _module(model: nn.Module, name: str, part: str) -> nn.Module:
         ) from None
 
 
-def cut(model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int]) -> list[nn.Module]:
+def cut(
+    model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int], ranks: int = 0
+) -> list[nn.Module]:
     """Take what other stages have out of the model; gives the part of each of `mine`.
 
     The parts are views: they share modules and parameters with the model, and have the names of
     the whole. A single part is the model itself. Their forward takes (x, inputs).
+
+    ranks: of the pipeline, which have the stages in turn; 0: as many as stages.
     """
     of_module = stage_of_modules(model, plan, stages)
+    ties = ties_of(model, of_module)
     for name, stage in of_module.items():
         if stage not in mine:
             model.set_submodule(name, Elsewhere(model.get_submodule(name)))
+    for found in ties:
+        places = {stage % (ranks or stages) for stage in found.stages}
+        if len(places) == 1 or not set(mine) & set(found.stages):
+            continue
+        for name, kind in zip(found.names, found.kinds, strict=True):
+            path = next(part for part in of_module if _in(name, part))
+            module = model.get_submodule(path)
+            if isinstance(module, Elsewhere):
+                module.share(name.removeprefix(f"{path}."), found.param, kind)
+        set_places(found.param, places)
     parts = [model]
     if len(mine) > 1:
         parts = [view_of(model, of_module) for _ in mine]

@@ -19,6 +19,7 @@ from samestep.groups.param_groups import (
     parameter_names,
     rule_of,
 )
+from samestep.groups.tied import TiedMembers, ranks_of, refuse_other_places, tied_members
 from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
@@ -75,6 +76,7 @@ class Planner:
     owner: str
     master_weights: bool
     lines: Sequence[str]
+    stages: RankGroup | None = None  # one rank of each pipeline stage
 
     def __post_init__(self) -> None:
         self._place_of_use = {param: place for place, param in enumerate(self.order_of_use)}
@@ -142,6 +144,13 @@ class Planner:
     def own_reduction(self, index: int, group: Group) -> GroupReduction | None:
         """Take a process group and divisor of its own out of a group: they are not saved."""
         process_group, divisor = group.pop("process_group", None), group.pop("divisor", None)
+        tied = tied_members(group)
+        if tied is not None:
+            with naming_group(index):
+                self._refuse_tied(tied, group, process_group, divisor)
+            assert self.ranks is not None
+            # Of which ranks is found out when all of this stage are ready: see `with_stages`.
+            return GroupReduction(self.ranks, float(self.ranks.size), stages=len(tied.places))
         if process_group is None and divisor is None:
             return None
         with naming_group(index):
@@ -155,6 +164,29 @@ class Planner:
                 raise ValueError('process_group and divisor do nothing with grads="reduced"')
             own = self.ranks if process_group is None else registry.of(process_group)
         return GroupReduction(own, divisor)
+
+    def _refuse_tied(
+        self, tied: TiedMembers, group: Group, process_group: object, divisor: object
+    ) -> None:
+        """Raise if the copies of other stages cannot be kept the same."""
+        refuse_other_places(tied, self.stages)
+        name, distribution = tied.names[0], self.distribution
+        reasons = (
+            (distribution.deferred, "deferred=True finds ranks later"),
+            (self.outer is not None, "outer_group has other ranks"),
+            (distribution.grads == "reduced", 'with grads="reduced" nothing is added up here'),
+            (process_group is not None or divisor is not None, "its ranks and divisor are known"),
+        )
+        why = next((text for given, text in reasons if given), None)
+        if why is not None:
+            raise ValueError(f"{name!r} is tied over pipeline stages, and {why}: leave that out")
+
+    def with_stages(self, reduction: GroupReduction, group: Group) -> GroupReduction:
+        """The ranks of all stages that have the tied parameters of a group. Collective."""
+        tied = tied_members(group)
+        if tied is None or self.ranks is None or self.stages is None:
+            return reduction
+        return reduction._replace(ranks=ranks_of(tied, self.ranks, self.stages))
 
     def _of_kind(
         self,

@@ -1,6 +1,6 @@
 """Numbers of a step: the joint norm of gradients, sizes of updates, outliers, who was present."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class UpdateSizes:
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._sums: list[tuple[int, Tensor, Tensor]] = []  # group, squares, elements
-        self._pending: Pending[Tensor] | None = None
+        self._pending: list[tuple[list[int], Pending[Tensor]]] = []
         self._totals: Tensor | None = None
 
     def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
@@ -31,20 +31,36 @@ class UpdateSizes:
                     square, size = (torch.where(operand.present, x, 0.0) for x in (square, size))
                 self._sums.append((group, square, size))
 
-    def combine(self, group: RankGroup | None, device: torch.device) -> None:
-        """Start adding up over ranks."""
+    def combine(
+        self,
+        group: RankGroup | None,
+        device: torch.device,
+        apart: Mapping[RankGroup, Sequence[int]],
+    ) -> None:
+        """Start adding up over ranks; `apart`: groups of parameters that other ranks share."""
         totals = torch.zeros(2, self._groups, dtype=torch.float64, device=device)
         for index, square, size in self._sums:
             totals[0, index] += square.to(device)
             totals[1, index] += size.to(device)
         self._sums, self._totals = [], totals
+        for ranks, own in apart.items():
+            part = totals[:, list(own)].flatten()
+            self._pending.append((list(own), total("update sizes of stages", part, ranks)))
         if group is not None:
-            self._pending = total("update sizes", totals.view(-1), group)
+            rest = [
+                index
+                for index in range(self._groups)
+                if all(index not in own for own in apart.values())
+            ]
+            part = totals[:, rest].flatten()
+            self._pending.append((rest, total("update sizes", part, group)))
 
     def rms(self) -> Tensor | None:
         """(groups,): NaN for a group in which nothing was present."""
-        if self._pending is not None:
-            self._totals, self._pending = self._pending.wait().view(2, -1), None
+        for indices, pending in self._pending:
+            assert self._totals is not None
+            self._totals[:, indices] = pending.wait().view(2, -1)
+        self._pending = []
         return None if self._totals is None else (self._totals[0] / self._totals[1]).sqrt()
 
 

@@ -59,7 +59,7 @@ class BucketReductions:
         exchanges: Sequence[BucketExchanges],
         order: LaunchOrder,
     ) -> None:
-        group, divisor, self.outer = reduction
+        group, divisor, self.outer, _ = reduction
         self.local, self.gradients = local, gradients
         self._plan, self._group, self._distribution = plan, group, distribution
         self._policy, self._exchanges = policy, exchanges

@@ -5,7 +5,7 @@ collectives with the same sizes, whatever gradients they have and whatever they 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class ReplicatedShards(Placement):
         layout: "MeshLayout | None" = None,
         everyone: RankGroup | None = None,
     ) -> None:
-        group, divisor, outer = reduction
+        group, divisor, outer, stages = reduction
         self.params = list(members.params)
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.local = LocalTensors(self.params, [spec.name for spec in members.specs])
@@ -99,6 +99,11 @@ class ReplicatedShards(Placement):
         beside = request.brings_together
         self.distribution = request.distribution
         self.distribution = self.distribution.beside_dtensors() if beside else self.distribution
+        if stages > 1:
+            # One stage's backward waits for another's: a reduction that both take part in would
+            # not arrive inside of it, and hold up those that are launched after it.
+            self.distribution = replace(self.distribution, overlap_grad_reduce=False)
+            self.sums_over = group
         self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
         # Inside a mesh others hold other shards: only copies are compared.
@@ -133,9 +138,9 @@ class ReplicatedShards(Placement):
             self.shape.exchanges,
             request.order,
         )
+        self._order = request.order
         self._gathers: dict[int, Pending[Gathered]] = {}  # by bucket, in flight
         self._in_flight = request.in_flight if self.shape.defers else None
-        self._order = request.order
         replicated = self._replicated_here() if layout is None else layout.replicated
         self.compares_copies = replicated is not None
         self._presence = PresenceAgreement(self._names, self._groups, self.device, replicated)

@@ -111,7 +111,7 @@ def _check_sizes(model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], mes
         raise PlanError(f"ep is {degrees.ep}, and the plan names no experts")
     if degrees.tp > 1 and not any(rule.axis == "model" for rule in rules):
         raise PlanError(f"tp is {degrees.tp}, and the plan names nothing to cut")
-    params = dict(model.named_parameters())
+    params = dict(model.named_parameters(remove_duplicate=False))
     stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
     fused = {name for name, _ in plan.named(model, "fused")}  # part by part, by check_fused
     heads = {name for name, _ in plan.named(model, "head")}  # parts of any sizes

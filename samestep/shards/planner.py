@@ -171,15 +171,20 @@ class Planner:
         """Raise if the copies of other stages cannot be kept the same."""
         refuse_other_places(tied, self.stages)
         name, distribution = tied.names[0], self.distribution
+        own = process_group is not None or divisor is not None
         reasons = (
-            (distribution.deferred, "deferred=True finds ranks later"),
-            (self.outer is not None, "outer_group has other ranks"),
-            (distribution.grads == "reduced", 'with grads="reduced" nothing is added up here'),
-            (process_group is not None or divisor is not None, "its ranks and divisor are known"),
+            (distribution.deferred, "deferred=True finds ranks later: leave it out"),
+            (self.outer is not None, "outer_group has other ranks: leave it out"),
+            (
+                distribution.grads == "reduced",
+                'with grads="reduced" nothing is added up here: leave it out',
+            ),
+            (own, "its ranks and divisor are known: leave them out of its group"),
+            (self.ranks is None, "comes late: give it to the optimizer when that is made"),
         )
         why = next((text for given, text in reasons if given), None)
         if why is not None:
-            raise ValueError(f"{name!r} is tied over pipeline stages, and {why}: leave that out")
+            raise ValueError(f"{name!r} is tied over pipeline stages, and {why}")
 
     def with_stages(self, reduction: GroupReduction, group: Group) -> GroupReduction:
         """The ranks of all stages that have the tied parameters of a group. Collective."""

@@ -302,9 +302,14 @@ def refused(rank):
 
     def mixed():
         model = part()
-        first, *others = model.named_parameters()
-        opt = samestep.MuonAdamW([{"params": others[1:], "rule": "adamw"}], **groups)
-        opt.add_param_group({"params": [first, others[0]], "rule": "adamw"})
+        first, *others, last = model.named_parameters()
+        opt = samestep.MuonAdamW([{"params": others, "rule": "adamw"}], **groups)
+        opt.add_param_group({"params": [first, last], "rule": "adamw"})
+
+    def late():
+        first, *others = (pair for pair in part().named_parameters() if "mlp.down" not in pair[0])
+        opt = samestep.MuonAdamW([{"params": others, "rule": "adamw"}], **groups)
+        opt.add_param_group({"params": [first], "rule": "adamw"})
 
     tries = {
         "no stages": lambda: samestep.MuonAdamW(part()),
@@ -318,6 +323,7 @@ def refused(rank):
         "replaced": replaced,
         "changed later": changed_later,
         "mixed": mixed,
+        "late": late,
         "none here": lambda: tie(nn.Linear(2, 2), *NAMES, places=(0, 1)),
     }
     found = {}
@@ -344,6 +350,7 @@ REFUSED = {
     "replaced": "was replaced since: FSDP2, tensor parallel and copies of a stage lose the tie",
     "changed later": r"lr of param_groups\[0\]",
     "mixed": "'embedding.weight' is tied over pipeline stages, and others of its group are not",
+    "late": "and comes late: give it to the optimizer when that is made",
     "none here": "tie: this stage has none of embedding.weight, head.weight",
 }
 

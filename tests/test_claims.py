@@ -209,6 +209,30 @@ def test_two_ranks():
     )
 
 
+def test_what_layers_hide():
+    rows = {(r["ranks"], r["link"], r["name"]): r for r in result("layer_overlap")["rows"]}
+    texts = []
+    for ranks in (2, 4):
+        for link in ("fast", "middle", "slow"):
+            after, beside = (
+                rows[ranks, link, f"shared expert {when}"]
+                for when in ("after the others", "while rows travel")
+            )
+            assert beside["hidden"] > 10
+            waits = f"{after['waited']:.1f} | {beside['waited']:.1f} | **{beside['hidden']:.1f}**"
+            steps = f"{after['whole']:.0f} | {beside['whole']:.0f}"
+            texts.append(f"| {ranks} | {link} | {beside['busy']:.1f} | {waits} | {steps} |")
+        for link in ("fast", "middle", "slow", "gloo"):
+            whole = rows[ranks, link, "sums as a whole"]["whole"]
+            cells = []
+            for name in ("gradient beside products", "sums in 4 pieces", "both"):
+                row = rows[ranks, link, name]
+                least, most = row["shorter_quartiles"]
+                cells.append(f"{row['shorter']:.1f} ({least:.1f} to {most:.1f})")
+            texts.append(f"| {ranks} | {link} | {whole:.0f} | {' | '.join(cells)} |")
+    assert_said("docs/overlap.md", *texts)
+
+
 def test_long_runs():
     furthest = Counter()
     for name in SOAKS:

@@ -218,7 +218,8 @@ def measure_modelled(
     for way in WAYS[:2]:
         kept = []
         for _ in range(5):
-            layers, marks = build(options, way), []
+            layers = build(options, way)
+            marks: list[tuple[str, float, float]] = []
             watched(layers, link.now, marks)
             _one(layers, x, link, speeds["middle"][way.kind])
             marks.clear()

@@ -90,14 +90,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         if model is not None:
             refuse_replaced(model)
-        given, params = params, tied_apart(params)
+        sorted_apart: Any = tied_apart(params)
         self.plan = OptimizerPlan(
             distribution,
             steps,
             self._in_flight,
             order_of_use,
             owner=type(self).__name__,
-            tied=given is not params,
+            tied=sorted_apart is not params,
         )
         refuse_second_clipping(model, steps.max_grad_norm)
         self._compose(model, defaults.get("rule"))
@@ -108,7 +108,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                     "instead of parameters or groups (groups= can sort its parameters)"
                 )
             self._in_flight.watch(model)
-        super().__init__(params, defaults)
+        super().__init__(sorted_apart, defaults)
         if not self.plan.is_deferred:
             if self._construction is not None:
                 self._construction.ready()

@@ -4,7 +4,7 @@
 
 Every rule has three learning rates, the best of which counts; embeddings, norms and the head are
 AdamW's at one rate in all runs, but where AdamW has everything. Runs start from the same weights
-and take turns, step by step, so that a busy machine slows all alike. Loss against time is loss
+and take turns in every step, in an order of that step, so that a busy machine slows all alike. Loss against time is loss
 after as many steps as fit in the time, by a run's median step.
 """
 
@@ -24,6 +24,7 @@ from examples.demo import BETAS, VALIDATION_WINDOWS, WEIGHT_DECAY, Run, schedule
 from examples.gpt import GPT, GPTConfig
 from examples.rules.muonh import MuonH
 from examples.rules.soap import SOAP
+from samestep.lab.bench.gpu.measure import in_turn
 from samestep.train.corpus import load_corpus, windows
 
 REST = 0.024  # of AdamW's parameters: the best of `examples.demo`
@@ -73,7 +74,7 @@ def train(steps: int, width: int, layers: int, seed: int) -> dict[str, Any]:
     for step in range(1, steps + 1):
         starts = torch.randint(len(corpus.train) - context, (batch,), generator=generator)
         given = windows(corpus.train, starts, context)
-        for run in runs.values():
+        for run in in_turn(list(runs.values()), step):
             loss, seconds, of_optimizer = run.step(*given)
             run.train_loss.append(loss)
             run.step_seconds.append(seconds)

@@ -4,8 +4,8 @@
 
 Every rule has three learning rates, the best of which counts; embeddings, norms and the head are
 AdamW's at one rate in all runs, but where AdamW has everything. Runs start from the same weights
-and take turns in every step, in an order of that step, so that a busy machine slows all alike. Loss against time is loss
-after as many steps as fit in the time, by a run's median step.
+and take turns in every step, in an order of that step, so that a busy machine slows all alike. Loss
+against time is loss after as many steps as fit in the time, by a run's median step.
 """
 
 import copy

@@ -19,9 +19,8 @@ allocate otherwise, a test of peaks on real ranks shows.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -82,28 +81,29 @@ Change = Allocation | Release | Passing
 Changes = Iterator[Change]
 
 
-class RuleMemory(Protocol):
-    """The bytes that rules allocate while they run on whole blocks."""
-
-    def transform(self, spec: ParamSpec, count: int, shape: tuple[int, int]) -> int:
-        """To transform so many whole matrices of one shape of a parameter."""
-        ...
+# Bytes that a rule allocates to transform so many whole matrices of one shape of a parameter.
+TransformBytes = Callable[[ParamSpec, int, tuple[int, int]], int]
 
 
-class _Memory:
-    """The changes of one placement on one rank.
+class PlacementMemory:
+    """The memory of one placement on one rank, of which only gradients are known.
 
     number: of the placement in the schedule.
+    gradients: bytes of each, as backward leaves them and they stay.
     summands: by parameter a key of what is added up over the mesh at once, where backward leaves
         ranks summands of the gradient; None: a gradient is whole.
     """
 
-    def __init__(self, number: int, summands: Sequence[Hashable]) -> None:
-        self._number, self._summands = number, summands
+    def __init__(
+        self, number: int, gradients: Sequence[int] = (), summands: Sequence[Hashable] = ()
+    ) -> None:
+        self._number, self._gradients, self._summands = number, gradients, summands
+        self._changes: dict[type[OfBucket], Callable[[int], Changes]] = {}
 
     def backward(self, *, again: bool) -> Changes:
         """Gradients arrive; `again`: those of an earlier micro-batch are there."""
-        raise NotImplementedError
+        for index, nbytes in enumerate(self._gradients):
+            yield self._add("gradient", index, nbytes, GRADIENTS)
 
     def begin(self) -> Changes:
         """The changes before the first operation."""
@@ -111,18 +111,13 @@ class _Memory:
 
     def of(self, operation: Operation) -> Changes:
         """The changes that an operation makes in this placement, in order."""
-        if isinstance(operation, Update):
-            buckets = operation.buckets if operation.is_last else ()
-            return chain.from_iterable(
-                self._updated(number) for placement, number in buckets if placement == self._number
-            )
-        if isinstance(operation, OfBucket) and operation.bucket.placement == self._number:
-            return self._of(operation, operation.bucket.bucket)
-        return iter(())
-
-    def _of(self, operation: OfBucket, number: int) -> Changes:
-        """The changes of an operation about a bucket or chunk of this placement."""
-        raise NotImplementedError
+        if isinstance(operation, Update) and operation.is_last:
+            for placement, number in operation.buckets:
+                if placement == self._number:
+                    yield from self._updated(number)
+        elif isinstance(operation, OfBucket) and operation.bucket.placement == self._number:
+            if type(operation) in self._changes:
+                yield from self._changes[type(operation)](operation.bucket.bucket)
 
     def _updated(self, number: int) -> Changes:
         """The changes when all of a bucket is updated."""
@@ -136,31 +131,13 @@ class _Memory:
             yield Release((what, self._number, number))
 
 
-class GradientMemory(_Memory):
-    """Gradients that backward leaves as they stay, and nothing else.
-
-    sizes: bytes of each.
-    """
-
-    def __init__(self, number: int, sizes: Sequence[int]) -> None:
-        super().__init__(number, ())
-        self._sizes = sizes
-
-    def backward(self, *, again: bool) -> Changes:
-        for index, nbytes in enumerate(self._sizes):
-            yield self._add("gradient", index, nbytes, GRADIENTS)
-
-    def _of(self, operation: OfBucket, number: int) -> Changes:
-        return iter(())
-
-
-class BucketMemory(_Memory):
+class BucketMemory(PlacementMemory):
     """Parameters that several ranks hold copies of, whole or of shards, bucket by bucket."""
 
     def __init__(
         self, number: int, plan: BucketPlan, place: int, summands: Sequence[Hashable] = ()
     ) -> None:
-        super().__init__(number, summands)
+        super().__init__(number, summands=summands)
         self._plan, self._place, self._ranks = plan, place, plan.fabric.ranks
         options = plan.options
         self._flat = options.buffers == "flat"
@@ -174,22 +151,13 @@ class BucketMemory(_Memory):
         self._places = places(plan.plan) if self._flat else []
         self._launches_inside = options.overlap_grad_reduce  # backward
         self._lands_inside = self._launches_inside and options.one_in_flight  # all but the last
+        self._changes = {Average: self._average, Gather: self._start_gather, Place: self._placed}
+        if not self._launches_inside:
+            self._changes[Reduce] = self._launch
         # By dtype of gradients the elements of a buffer that has room for any bucket of it.
         self._rooms = dict.fromkeys(plan.gradient_dtypes, 0)
         for bucket, dtype in zip(plan.plan.buckets, plan.gradient_dtypes, strict=True):
             self._rooms[dtype] = max(bucket.size, self._rooms[dtype])
-
-    def _of(self, operation: OfBucket, number: int) -> Changes:
-        match operation:
-            case Reduce() if not self._launches_inside:
-                return self._launch(number)
-            case Average():
-                return self._average(number)
-            case Gather():
-                return self._start_gather(number)
-            case Place():
-                return self._drop(number, "gather", "room")
-        return iter(())
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -237,10 +205,8 @@ class BucketMemory(_Memory):
     # --- reductions --------------------------------------------------------------------------
 
     def _launch(self, number: int) -> Changes:
-        bucket, transfer = (
-            self._plan.plan.buckets[number],
-            self._exchanges[number].reduce.transfer,
-        )
+        bucket = self._plan.plan.buckets[number]
+        transfer = self._exchanges[number].reduce.transfer
         width = transfer.dtype.itemsize
         if not self._flat or self._travels_apart(transfer):
             yield self._add("packed", number, bucket.size * width)
@@ -282,10 +248,8 @@ class BucketMemory(_Memory):
 
     def _land(self, number: int) -> Changes:
         """The sum lies in the packed buffer, in the received one, or in one of its own."""
-        bucket, transfer = (
-            self._plan.plan.buckets[number],
-            self._exchanges[number].reduce.transfer,
-        )
+        bucket = self._plan.plan.buckets[number]
+        transfer = self._exchanges[number].reduce.transfer
         dtype, wide = transfer.dtype, torch.promote_types(transfer.dtype, torch.float32)
         if self._ranks == 1:
             return
@@ -377,6 +341,9 @@ class BucketMemory(_Memory):
             arrives = 0 if into else whole
         return self._add(what, number, (own * cat + copies + arrives) * width)
 
+    def _placed(self, number: int) -> Changes:
+        return self._drop(number, "gather", "room")
+
     def _arriving(self, transfer: Transfer) -> int:
         """Elements of room for what others send."""
         assert transfer.sizes is not None
@@ -385,10 +352,10 @@ class BucketMemory(_Memory):
         return transfer.elements - transfer.sizes[self._place]
 
 
-class BlockMemory(_Memory):
+class BlockMemory(PlacementMemory):
     """The blocks of DTensors of one mesh, chunk by chunk.
 
-    gradients: bytes of each gradient, where these come reduced; (): they come from buckets.
+    gradients: where these come reduced; (): they come from buckets.
     """
 
     def __init__(
@@ -396,15 +363,19 @@ class BlockMemory(_Memory):
         number: int,
         plan: BlockPlan,
         place: int,
-        rules: RuleMemory,
+        transform: TransformBytes,
         gradients: Sequence[int] = (),
         summands: Sequence[Hashable] = (),
     ) -> None:
-        super().__init__(number, summands)
-        self._plan, self._place, self._rules, self._gradients = plan, place, rules, gradients
-
-    def backward(self, *, again: bool) -> Changes:
-        return GradientMemory(self._number, self._gradients).backward(again=again)
+        super().__init__(number, gradients, summands)
+        self._plan, self._place, self._bytes_of = plan, place, transform
+        self._changes = {
+            Collect: self._collect,
+            Transform: self._transform,
+            GiveBack: self._give_back,
+            Sum: self._sum,
+            Apply: self._apply,
+        }
 
     def begin(self) -> Changes:
         """Gradients of which ranks have summands are added up side by side, and stay there."""
@@ -415,20 +386,6 @@ class BlockMemory(_Memory):
         for _, _, params in sums:
             for index in params:
                 yield from self._drop(index, "gradient")
-
-    def _of(self, operation: OfBucket, number: int) -> Changes:
-        match operation:
-            case Collect():
-                return self._collect(number)
-            case Transform():
-                return self._transform(number)
-            case GiveBack():
-                return self._give_back(number)
-            case Sum():
-                return self._sum(number)
-            case Apply():
-                return self._apply(number)
-        return iter(())
 
     def _parts(self, chunk: Chunk) -> list[int]:
         """Elements of each block of which this rank holds a part."""
@@ -461,7 +418,7 @@ class BlockMemory(_Memory):
                 stacks[shape, spec.group, spec.dtype].append(spec)
         done = 0
         for (shape, _, _), specs in stacks.items():
-            yield Passing(self._rules.transform(specs[0], len(specs), shape))
+            yield Passing(self._bytes_of(specs[0], len(specs), shape))
             done += len(specs) * shape[0] * shape[1] * wide.itemsize
             yield self._add("directions", number, done)
         yield from self._drop(number, "blocks")

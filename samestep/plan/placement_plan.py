@@ -456,10 +456,8 @@ class PlacementPlan:
     options: "Distribution"
     topology: Topology
     buckets: BucketPlan | None
-    # What was asked for before: many ranks are alike.
-    _buckets_on: dict[int, BucketPlan] = field(default_factory=dict, init=False)
+    # Those that were made before: many ranks are alike.
     _of_shards: dict[tuple[ParamSpec, ...], BucketPlan] = field(default_factory=dict, init=False)
-    _blocks_on: dict[int, BlockPlan] = field(default_factory=dict, init=False)
     _of_pieces: dict[tuple[Piece, ...], BlockPlan] = field(default_factory=dict, init=False)
 
     def buckets_on(self, mesh_place: int) -> BucketPlan | None:
@@ -471,36 +469,29 @@ class PlacementPlan:
         held = self.topology.held
         if self.buckets is None or held is None:
             return self.buckets
-        if mesh_place not in self._buckets_on:
-            shares = zip(self.buckets.plan.params, held, strict=True)
-            shards = tuple(shard_spec(share, own.boxes[mesh_place]) for share, own in shares)
-            if shards not in self._of_shards:
-                self._of_shards[shards] = self.buckets.restricted_to(shards)
-            self._buckets_on[mesh_place] = self._of_shards[shards]
-        return self._buckets_on[mesh_place]
+        shares = zip(self.buckets.plan.params, held, strict=True)
+        shards = tuple(shard_spec(share, own.boxes[mesh_place]) for share, own in shares)
+        if shards not in self._of_shards:
+            self._of_shards[shards] = self.buckets.restricted_to(shards)
+        return self._of_shards[shards]
 
     def blocks_on(self, place: int) -> BlockPlan | None:
         """The blocks that come together in the mesh of a rank, by its place among copies."""
-        held = self.topology.held
+        held, ranks, device = self.topology.held, self.topology.mesh_ranks, self.topology.device
         if held is None:
             return None
-        if place not in self._blocks_on:
-            pieces: tuple[Piece, ...] = ()
-            if self.buckets is not None:
-                owned = self.buckets.plan.owned(place)
-                pieces = tuple(piece for piece in owned if piece.block is not None)
-            if pieces not in self._of_pieces:
-                self._of_pieces[pieces] = self._blocks_of(place, held)
-            self._blocks_on[place] = self._of_pieces[pieces]
-        return self._blocks_on[place]
-
-    def _blocks_of(self, place: int, held: tuple[RankBoxes, ...]) -> BlockPlan:
-        ranks, device = self.topology.mesh_ranks, self.topology.device
         if self.buckets is None:
-            return BlockPlan(self.specs, held, ranks, self.options, device)
-        items = primary_blocks(self.buckets.plan, held, place)
-        specs, of_items = tuple(item.spec for item in items), tuple(item.held for item in items)
-        return BlockPlan(specs, of_items, ranks, self.options, device, tuple(items))
+            return self._of_pieces.setdefault(
+                (), BlockPlan(self.specs, held, ranks, self.options, device)
+            )
+        owned = self.buckets.plan.owned(place)
+        pieces = tuple(piece for piece in owned if piece.block is not None)
+        if pieces not in self._of_pieces:
+            items = primary_blocks(self.buckets.plan, held, place)
+            specs, of_items = tuple(item.spec for item in items), tuple(item.held for item in items)
+            plan = BlockPlan(specs, of_items, ranks, self.options, device, tuple(items))
+            self._of_pieces[pieces] = plan
+        return self._of_pieces[pieces]
 
     def on_rank(self, rank: int, mesh_place: int = 0) -> RankPlan:
         """The plan of a rank, by its places among ranks with copies and in its mesh."""

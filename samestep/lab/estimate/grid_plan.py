@@ -86,7 +86,7 @@ class Summands(NamedTuple):
     kinds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GridPlacement:
     """The plan of one placement, and where on the grid its ranks are.
 
@@ -96,6 +96,7 @@ class GridPlacement:
     replicated: what ranks compare.
     summands: of each gradient, where backward leaves ranks of the mesh summands of it; (): of none.
     room: elements of each parameter that every rank has room for; None, or (): its own.
+    bucket_plans: the buckets by place in the mesh; []: nobody averages gradients here.
     """
 
     plan: PlacementPlan
@@ -112,11 +113,9 @@ class GridPlacement:
         """The whole parameters, in the order in which forward uses them."""
         return self.plan.specs
 
-    @cached_property
-    def bucket_plans(self) -> list[BucketPlan]:
-        """The buckets by place in the mesh; []: nobody averages gradients here."""
+    def __post_init__(self) -> None:
         found = map(self.plan.buckets_on, range(self.mesh.size))
-        return [buckets for buckets in found if buckets is not None]
+        self.bucket_plans = [buckets for buckets in found if buckets is not None]
 
     @cached_property
     def block_plans(self) -> list[BlockPlan]:
@@ -143,7 +142,9 @@ class GridPlacement:
         if rank is None and self.block_plans:
             chunks = [len(each.chunks) for each in self.block_plans]
             place = chunks.index(max(chunks))
-        return self.plan.on_rank(place, mesh_place)
+        buckets = self.bucket_plans[mesh_place] if self.bucket_plans else None
+        blocks = self.block_plans[place] if self.block_plans else None
+        return RankPlan(buckets, buckets.place(place) if buckets else 0, blocks, mesh_place)
 
     def stored(self, own: RankPlan) -> list[tuple[ParamSpec, int]]:
         """The parameters of a rank, and elements of each, and of its gradient, in its memory."""
@@ -414,8 +415,6 @@ def _dtensor_placements(asked: _Request) -> Iterator[GridPlacement]:
         held = tuple(boxes for boxes, _ in lying)
         copies = asked.copies.get(mesh)
         plan = asked.plan(members, asked.topology(copies, held))
-        for place in range(peers.size):  # what cannot be planned is told now
-            plan.buckets_on(place)
         summands = _reduced_summands if copies is None else _summands
         copies = copies or grid.peers()
         yield GridPlacement(

@@ -23,8 +23,8 @@ from samestep.plan.memory import (
     BlockMemory,
     BucketMemory,
     Change,
-    GradientMemory,
     Passing,
+    PlacementMemory,
 )
 from samestep.plan.placement_plan import BlockPlan, BucketPlan, Updated
 from samestep.plan.schedule import Update, staging_bytes
@@ -187,11 +187,9 @@ def step_memory(grid_plan: GridPlan, rank: int) -> Iterator[Iterable[Change]]:
         yield chain.from_iterable(each.of(operation) for each in memories)
 
 
-def _memories(
-    grid_plan: GridPlan, rank: int, rules: "_Rules"
-) -> list[BucketMemory | BlockMemory | GradientMemory]:
+def _memories(grid_plan: GridPlan, rank: int, rules: "_Rules") -> list[PlacementMemory]:
     """The memory of each placement: of its buckets, and of its blocks."""
-    found: list[BucketMemory | BlockMemory | GradientMemory] = []
+    found: list[PlacementMemory] = []
     each = zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True)
     for number, (placement, own) in enumerate(each):
         gradients: list[int] = []
@@ -202,9 +200,11 @@ def _memories(
         if own.blocks is not None:
             summands = () if own.buckets is not None else placement.summands
             found.append(
-                BlockMemory(number, own.blocks, own.mesh_place, rules, gradients, summands)
+                BlockMemory(
+                    number, own.blocks, own.mesh_place, rules.transform, gradients, summands
+                )
             )
-    return found or [GradientMemory(0, _gradient_bytes(grid_plan.stored(rank)))]
+    return found or [PlacementMemory(0, _gradient_bytes(grid_plan.stored(rank)))]
 
 
 class _Rules:

@@ -115,9 +115,9 @@ class PlacementMemory:
             for placement, number in operation.buckets:
                 if placement == self._number:
                     yield from self._updated(number)
-        elif isinstance(operation, OfBucket) and operation.bucket.placement == self._number:
-            if type(operation) in self._changes:
-                yield from self._changes[type(operation)](operation.bucket.bucket)
+        if isinstance(operation, OfBucket) and operation.bucket.placement == self._number:
+            changes = self._changes.get(type(operation))
+            yield from () if changes is None else changes(operation.bucket.bucket)
 
     def _updated(self, number: int) -> Changes:
         """The changes when all of a bucket is updated."""

@@ -9,11 +9,16 @@ Their code is run as it is, but without torch.compile, and nanochat's with colle
 futures: those of gloo do not.
 """
 
+import json
 import os
+import subprocess
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,18 +29,28 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Muon, Optimizer
 
 import samestep
+from samestep.lab.common.provenance import machine
+from samestep.lab.stress.foreign import FOREIGN, WORLDS, ForeignCase, ForeignResult, Grads, run_case
+from samestep.tooling.request import parse_flags
 
 RATE, DECAY = 2**-7, 0.1
 torch.compiler.set_stance("force_eager")
 warnings.filterwarnings("ignore", category=FutureWarning)  # of collectives that have new names
 
 
-def _imported(name: str, checkout: str) -> Any:
-    """A module of a checkout in the folder of peers."""
-    folder = os.path.join(os.environ.get("SAMESTEP_PEERS", ""), checkout)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return import_module(name)
+HERE: dict[str, Any] = {}  # modules of peers, imported in the process that forks ranks
+
+
+def use_checkouts(folder: Path) -> None:
+    """Import what there is of dion and nanochat in a folder of checkouts."""
+    for name, module in (("dion", "dion"), ("nanochat", "nanochat.optim")):
+        if (folder / name).is_dir():
+            sys.path.append(str(folder / name))
+            HERE[name] = import_module(module)
+
+
+if os.environ.get("SAMESTEP_PEERS"):
+    use_checkouts(Path(os.environ["SAMESTEP_PEERS"]))
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -92,9 +107,7 @@ def zero_muon(model: nn.Module) -> Optimizer:
 def _of_dion(name: str, model: nn.Module, **options: Any) -> Optimizer:
     muon, adamw = _split(model)
     groups = [{"params": muon}, {"params": adamw, "algorithm": "adamw"}]
-    made: Optimizer = getattr(_imported("dion", "dion"), name)(
-        groups, lr=RATE, weight_decay=DECAY, **options
-    )
+    made: Optimizer = getattr(HERE["dion"], name)(groups, lr=RATE, weight_decay=DECAY, **options)
     return made
 
 
@@ -133,8 +146,9 @@ def dion_dion2_fsdp2(model: nn.Module) -> Optimizer:
     return _of_dion("Dion2", model, distributed_mesh=_mesh(model))
 
 
-def dion_dion_fsdp2(model: nn.Module) -> Optimizer:
-    return _of_dion("Dion", model, outer_shard_mesh=_mesh(model))
+def dion_dion2_fsdp2_global(model: nn.Module) -> Optimizer:
+    options = {"distributed_mesh": _mesh(model), "selection_scope": "global"}
+    return _of_dion("Dion2", model, **options)
 
 
 def nanochat(model: nn.Module) -> Optimizer:
@@ -148,7 +162,7 @@ def nanochat(model: nn.Module) -> Optimizer:
         alike = [param for param in muon if tuple(param.shape) == shape]
         groups.append({"params": alike, "kind": "muon", "lr": RATE, "momentum": 0.95,
                        "ns_steps": 5, "beta2": 0.9, "weight_decay": DECAY})  # fmt: skip
-    theirs = _imported("nanochat.optim", "nanochat")
+    theirs = HERE["nanochat"]
     theirs.dist = Futures()
     made: Optimizer = theirs.MuonAdamW(groups)
     return made
@@ -185,3 +199,169 @@ def ours(model: nn.Module) -> Optimizer:
 def ours_fsdp2(model: nn.Module) -> Optimizer:
     fully_shard(model)
     return ours(model)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """An optimizer as people set it up: its factory, and how gradients reach it.
+
+    note: why something does not hold, where that is known.
+    """
+
+    label: str
+    factory: str
+    grads: Grads
+    checkout: str = ""
+    note: str = ""
+
+
+ROWS = (
+    Row("torch AdamW, DDP", "torch_adamw", "ddp"),
+    Row("torch Muon and AdamW, DDP", "torch_muon", "ddp"),
+    Row("torch Muon and AdamW, FSDP2", "torch_muon_fsdp2", "reduced", note="3 rows on 4 ranks"),
+    Row("ZeroRedundancyOptimizer of AdamW, DDP", "zero_adamw", "ddp"),
+    Row("ZeroRedundancyOptimizer of torch Muon, DDP", "zero_muon", "ddp"),
+    Row("dion Muon, DDP", "dion_muon", "ddp", "dion"),
+    Row("dion NorMuon, DDP", "dion_normuon", "ddp", "dion"),
+    Row("dion Dion2, DDP", "dion_dion2", "ddp", "dion"),
+    Row(
+        "dion Dion, which averages",
+        "dion_dion",
+        "local",
+        "dion",
+        "its bases are drawn at random: single processes of two seeds are as far apart; a rank "
+        "that lacks a gradient leaves out its reduction, and the others wait",
+    ),
+    Row("dion Muon, FSDP2", "dion_muon_fsdp2", "reduced", "dion"),
+    Row(
+        "dion NorMuon, FSDP2",
+        "dion_normuon_fsdp2",
+        "reduced",
+        "dion",
+        "each rank scales its shard by the shard's own norm",
+    ),
+    Row(
+        "dion Dion2, FSDP2",
+        "dion_dion2_fsdp2",
+        "reduced",
+        "dion",
+        "by default each rank selects rows of its own shard, as its documentation says",
+    ),
+    Row("dion Dion2, FSDP2, selection_scope=global", "dion_dion2_fsdp2_global", "reduced", "dion"),
+    Row(
+        "nanochat MuonAdamW",
+        "nanochat",
+        "local",
+        "nanochat",
+        "its model pads what does not divide, and has no parameter without a gradient",
+    ),
+    Row("samestep MuonAdamW", "ours", "local"),
+    Row("samestep MuonAdamW, FSDP2", "ours_fsdp2", "reduced"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run optimizers of others through the harness; write the receipt and the table."""
+
+    peers: Annotated[Path, "folder with checkouts dion and nanochat"] = Path("peers")
+    only: Annotated[str, "a part of the labels of rows to run; the receipt keeps the others"] = ""
+    receipt: Annotated[Path, "the receipt to write"] = Path("receipts/foreign.json")
+    table: Annotated[Path, "the page to write"] = Path("docs/foreign.md")
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    use_checkouts(options.peers)
+    missing = {row.checkout for row in ROWS if row.checkout} - HERE.keys()
+    if missing:
+        sys.exit(f"--peers {options.peers} has no checkout of {' and '.join(sorted(missing))}")
+    known = json.loads(options.receipt.read_text())["rows"] if options.only else {}
+    for row in ROWS:
+        if options.only in row.label:
+            known[row.label] = {"factory": row.factory, "grads": row.grads, "cases": _run(row)}
+    content = {
+        "kind": "samestep foreign table",
+        "command": "python -m benchmarks.foreign --peers FOLDER",
+        "checkouts": {name: _commit(options.peers / name) for name in sorted(HERE)},
+        "ran": machine(),
+        "rows": {row.label: known[row.label] for row in ROWS if row.label in known},
+    }
+    options.receipt.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    above, _, _ = options.table.read_text().partition(MARK)
+    options.table.write_text(above + page(content))
+
+
+def _run(row: Row) -> list[dict[str, Any]]:
+    cases = []
+    for name in FOREIGN:
+        for world in WORLDS:
+            result = run_case(ForeignCase(name, world, row.grads), globals()[row.factory])
+            print(f"{row.label}: {name} on {world}: {result.status} {result.message}", flush=True)
+            cases.append(asdict(result))
+    return cases
+
+
+def _commit(checkout: Path) -> str:
+    """What a checkout is of: its commit, or what a file COMMIT in it says."""
+    if (checkout / "COMMIT").exists():
+        return (checkout / "COMMIT").read_text().strip()
+    command = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+FOUND = """\
+Made by `python -m benchmarks.foreign --peers FOLDER`, which also writes `receipts/foreign.json` and
+has every factory. Peers run as they are, without torch.compile; nanochat's collectives are wrapped,
+since those of gloo have no futures. Dion over FSDP2 is not here: on CPU DTensor draws no random
+numbers. Nothing was run over NCCL.
+"""
+MARK = "## What was found\n"  # what stands above it on the page is written by hand
+
+
+def page(content: dict[str, Any]) -> str:
+    names = list(FOREIGN)
+    columns = " | ".join(name.replace("_", " ") for name in names)
+    text = f"{MARK}\n{FOUND}\n| optimizer | {columns} |\n"
+    text += "|---" * (len(names) + 1) + "|\n"
+    for label, row in content["rows"].items():
+        by_name = {n: [ForeignResult(**c) for c in row["cases"] if c["scenario"] == n]
+                   for n in names}  # fmt: skip
+        text += f"| {label} | {' | '.join(_cell(by_name[name]) for name in names)} |\n"
+    text += "\nA dash: it does not apply, since gradients come averaged. What did not hold:\n\n"
+    text += "".join(_findings(content["rows"]))
+    checkouts = ", ".join(f"{name} {commit}" for name, commit in content["checkouts"].items())
+    return text + f"\nCheckouts: {checkouts}, torch {content['ran']['versions']['torch']}.\n"
+
+
+def _cell(results: Sequence[ForeignResult]) -> str:
+    bad = [each for each in results if each.status not in ("held", "does_not_apply")]
+    if not bad:
+        return "-" if results[0].status == "does_not_apply" else "held"
+    kinds = sorted({each.status for each in bad})
+    ranks = "" if len(bad) == len(results) else f" on {', '.join(str(e.world) for e in bad)}"
+    return f"**{', '.join(kinds)}**{ranks}"
+
+
+def _findings(rows: dict[str, Any]) -> Iterator[str]:
+    """What did not hold of each optimizer: the range of its distances, or its first message."""
+    notes = {row.label: row.note for row in ROWS}
+    for label, row in rows.items():
+        results = [ForeignResult(**case) for case in row["cases"]]
+        for status in ("differs", "raised", "hang", "died"):
+            bad = [each for each in results if each.status == status]
+            if not bad:
+                continue
+            names = ", ".join(dict.fromkeys(each.scenario.replace("_", " ") for each in bad))
+            far = [each.alone for each in bad if each.alone is not None]
+            said = f"`{bad[0].message}`"
+            if status == "differs" and all(each.replicas for each in bad):
+                said = f"replicas equal, {min(far):.2g} to {max(far):.2g} from the single process"
+            note = f" ({notes[label]})" if notes[label] else ""
+            yield f"- {label}, {status} in {names}: {said}{note}\n"
+
+
+if __name__ == "__main__":
+    main(parse_flags(Options, sys.argv[1:], "python -m benchmarks.foreign"))

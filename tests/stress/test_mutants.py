@@ -46,6 +46,11 @@ SELDOM = {
     "copies_averaged_twice", "gathered_before_applied", "sequence_parts_not_added",
     "lora_not_synchronized", "momentum_lost_at_resume",
     "remainders_lost_at_load", "duplicate_group", "copies_not_averaged", "options_lost_at_resume",
+    "routed_by_the_shape_of_a_shard", "orthogonalization_left_out", "updates_are_clipped",
+    "flat_slices_have_no_momentum", "loaded_parameters_not_gathered", "gathered_from_freed_memory",
+    "updated_parameters_not_placed", "empty_shards_skip_the_exchange",
+    "options_of_groups_discarded", "one_rate_for_all_groups", "matrix_without_an_optimizer",
+    "scale_of_padded_rows", "momentum_normalized_in_place",
 }  # fmt: skip
 USUAL = {name: mutant for name, mutant in MUTANTS.items() if SOAK or name not in SELDOM}
 

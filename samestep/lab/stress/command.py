@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -30,9 +31,10 @@ from samestep.lab.stress.faults import FAULTS, FaultResult, run_faults
 from samestep.lab.stress.faults import LAYOUTS as FAULT_LAYOUTS
 from samestep.lab.stress.faults import cases as fault_cases
 from samestep.lab.stress.faults import receipt_of as faults_receipt
+from samestep.lab.stress.foreign import FOREIGN, ForeignResult, run_case, try_factory
 from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS
 from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS
-from samestep.lab.stress.options import Options
+from samestep.lab.stress.options import Options, own_model
 from samestep.lab.stress.progress import Entry, Progress, go_on, key
 from samestep.lab.stress.rank import Case
 from samestep.lab.stress.ranks import ForkedRanks, Ranks, TorchrunRanks, XlaDevices
@@ -48,7 +50,7 @@ from samestep.lab.stress.report.numbers import (
 from samestep.lab.stress.scenarios import EVERY_SCENARIO
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.launch.forked import nccl_devices
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import BadRequestError, number_of_ranks
 
 # --- what it shows: progress while it runs, tables at its end ------------------------------------
@@ -225,6 +227,8 @@ def known_table() -> Table:
         table.add_row("layout", name, layout.story)
     for name, mutant in {**MUTANTS, **XLA_MUTANTS}.items():
         table.add_row("mutant", name, mutant.story)
+    for name, foreign in FOREIGN.items():
+        table.add_row("with --optimizer", name, foreign.story)
     return table
 
 
@@ -243,9 +247,13 @@ def run(options: Options) -> int:
     if options.list:
         console.print(known_table())
         return 0
+    if options.mutant is not None:
+        options = replace(options, mutants=True)
     options.check()
     if options.faults:
         return _faults(console, options)
+    if options.optimizer is not None:
+        return _foreign(console, options)
     options = options.quickened()
     return Session(options, torchrun_rank(), console).run()
 
@@ -416,12 +424,12 @@ class Session:
     def _run_mutants(self) -> None:
         if self.torchrun is not None:
             raise BadRequestError("--mutants start their own ranks: run it without torchrun")
-        mutants = XLA_MUTANTS if self.device == "xla" else MUTANTS
+        mutants = self.options.known_bugs()
         display = Display(self.console, len(mutants), f"{len(mutants)} known bugs")
         watchdog = min(self.options.watchdog, MUTANT_WATCHDOG)
         runner = MutantRunner(watchdog, self.options.seed)
         with display:
-            for mutant in mutants.values():
+            for mutant in mutants:
                 display.begin(mutant.name)
                 self.mutants.append(runner.run(mutant))
                 display.done()
@@ -505,6 +513,61 @@ def _faults(console: Console, options: Options) -> int:
     console.print(f"[bold red]{failed} of {len(results)} faults failed.[/]" if failed else good)
     console.print(f"Wrote faults.json to {options.out}.", soft_wrap=True)
     return 1 if failed else 0
+
+
+def foreign_table(results: Sequence[ForeignResult]) -> Table:
+    """A row for each case of an optimizer of somebody else; what was not asked is a dash."""
+    columns = ("scenario", "ranks", "", "replicas", "alone", "untouched", "state dict")
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    answers = {None: "[dim]-[/]", True: "[green]yes[/]", False: "[bold red]NO[/]"}
+    for each in results:
+        mark = "[green]held[/]" if each.status == "held" else f"[bold red]{each.status}[/]"
+        alone = "[dim]-[/]" if each.alone is None else f"{each.alone:.1e}"
+        asked = (answers[value] for value in (each.untouched, each.state_dict))
+        row = (each.scenario, str(each.world), mark, answers[each.replicas], alone, *asked)
+        table.add_row(*row)
+    return table
+
+
+def _foreign(console: Console, options: Options) -> int:
+    """Run an optimizer of somebody else through its cases; a table, and foreign.json."""
+    check_folder(options.out)
+    assert options.optimizer is not None
+    factory = options.foreign_factory()
+    make_model = None if options.model == "tiny" else own_model(options.model, options.seed)
+    limits = {"make_model": make_model, "watchdog": options.watchdog}
+    try_factory(factory, options.optimizer, **limits)
+    cases = options.foreign_cases()
+    results: list[ForeignResult] = []
+    with Display(console, len(cases), f"{len(cases)} cases of {options.optimizer}") as display:
+        for case in cases:
+            display.begin(f"{case.scenario} · {case.world} ranks")
+            results.append(run_case(case, factory, **limits, tolerance=options.tolerance))
+            display.done()
+    ran = [each for each in results if each.status != "does_not_apply"]
+    bad = [each for each in ran if each.status != "held"]
+    content = {
+        "kind": "samestep foreign",
+        "asked": {
+            key: getattr(options, key)
+            for key in ("optimizer", "grads", "model", "seed", "watchdog", "tolerance")
+        },
+        "ran": {**machine(), "code": code_digest()},
+        "cases": [asdict(each) for each in results],
+        "verdict": "failed" if bad else "held",
+    }
+    write_files(options.out, {"foreign.json": json_file(content)})
+    console.print(foreign_table(ran))
+    for each in bad:
+        where = f"[red]{each.scenario} · {each.world} ranks[/]"
+        console.print(f"{where} {each.status}: {escape(each.message)}", soft_wrap=True)
+    for reason in dict.fromkeys(e.message for e in results if e.status == "does_not_apply"):
+        names = dict.fromkeys(each.scenario for each in results if each.message == reason)
+        console.print(f"[dim]does not apply: {', '.join(names)}: {reason}[/]")
+    good = f"[green]All {len(ran)} cases held.[/]"
+    console.print(f"[bold red]{len(bad)} of {len(ran)} cases did not hold.[/]" if bad else good)
+    console.print(f"Wrote foreign.json to {options.out}.", soft_wrap=True)
+    return 1 if bad else 0
 
 
 def _compare(console: Console, first: Any, second: Any) -> int:

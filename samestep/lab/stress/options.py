@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,21 @@ import samestep
 from samestep.comm.nccl import sharing_problem
 from samestep.groups.distribution import Reduction
 from samestep.lab.stress.faults import LAYOUTS as FAULT_LAYOUTS
+from samestep.lab.stress.foreign import (
+    FOREIGN,
+    STEPS,
+    TOLERANCE,
+    WORLDS,
+    Factory,
+    ForeignCase,
+    Grads,
+)
 from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, require_layouts
 from samestep.lab.stress.models import gpt, named_params
+from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS, Mutant
 from samestep.lab.stress.scenario import RATES, MakeModel, seeded
 from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS
-from samestep.launch import TorchrunRank
+from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.launch.forked import nccl_devices
 from samestep.tooling.request import (
     BadRequestError,
@@ -62,6 +72,7 @@ class Options:
         samestep stress --continue                  # after Ctrl-C, or worse
         samestep stress --mutants                   # does it catch every known bug?
         samestep stress --faults                    # is a rank that dies named by the others?
+        samestep stress --optimizer mine.py:make    # does an optimizer of somebody else hold?
         samestep stress --compare A.json B.json     # what changed between two?
     """
 
@@ -138,9 +149,33 @@ class Options:
     mutants: Annotated[
         bool, "run the known bugs instead: each must be caught by the check that its story names"
     ] = False
+    mutant: Annotated[
+        str | None,
+        Flag(
+            "run these known bugs alone; --list shows all",
+            metavar="NAME,...",
+            default="all of --mutants",
+        ),
+    ] = None
     faults: Annotated[
         bool, "have ranks killed, stopped and led astray instead: the others must end and name them"
     ] = False
+    optimizer: Annotated[
+        str | None,
+        Flag(
+            "run factory(model), an optimizer of somebody else, on 2, 3 and 4 gloo ranks for 8 steps",
+            metavar="PATH:FACTORY",
+            default="samestep's own",
+        ),
+    ] = None
+    grads: Annotated[
+        Grads,
+        "with --optimizer: it gets the mean; its rank's own, to average; or what DDP leaves",
+    ] = "reduced"
+    tolerance: Annotated[
+        float,
+        "with --optimizer: how far it may be from a single process, as a part of the way it went",
+    ] = TOLERANCE
     compare: Annotated[
         tuple[Path, Path] | None, "say what changed between two receipts, and run nothing"
     ] = None
@@ -148,6 +183,14 @@ class Options:
 
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""
+        for name in () if self.mutant is None else self.mutant.split(","):
+            _known("--mutant", name, XLA_MUTANTS if self.device == "xla" else MUTANTS)
+        if self.optimizer is not None:
+            self._check_foreign()
+            return
+        for name, usual in (("grads", "reduced"), ("tolerance", TOLERANCE)):
+            if getattr(self, name) != usual:
+                raise BadRequestError(f"{spelled(name)} is for --optimizer: give both, or neither")
         for name in () if self.scenario == "all" else self.scenario.split(","):
             _known("--scenario", name, EVERY_SCENARIO)
         if self.faults:
@@ -189,6 +232,54 @@ class Options:
             self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
         ):
             raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
+
+    def _check_foreign(self) -> None:
+        """An optimizer of somebody else has scenarios and ranks of its own, and no layouts."""
+        for name in () if self.scenario == "all" else self.scenario.split(","):
+            _known("--scenario", name, FOREIGN)
+        fixed = (
+            "quick", "layout", "device", "other_steps", "sample_every", "reduction", "lanes",
+            "goes_on", "mutants", "mutant", "faults", "share_gpus",
+        )  # fmt: skip
+        usual = {field.name: field.default for field in fields(self)}
+        given = [spelled(name) for name in fixed if getattr(self, name) != usual[name]]
+        given += ["--backend nccl"] if self.backend == "nccl" else []
+        given += ["torchrun"] if torchrun_rank() is not None else []
+        if given:
+            raise BadRequestError(
+                f"--optimizer runs on gloo ranks that it starts, on CPU: leave out {given[0]}"
+            )
+        for name, value in (("steps", self.steps), ("world_size", self.world_size or 2)):
+            if value < (2 if name == "world_size" else 1):
+                raise BadRequestError(f"{spelled(name)} is too small for --optimizer: {value}")
+        for name in ("watchdog", "tolerance"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise BadRequestError(f"{spelled(name)} must be above 0, got {getattr(self, name)}")
+
+    def known_bugs(self) -> "list[Mutant]":
+        """The mutants to run: all of those for the device, or those that --mutant names."""
+        known = XLA_MUTANTS if self.device == "xla" else MUTANTS
+        return [known[name] for name in (known if self.mutant is None else self.mutant.split(","))]
+
+    def foreign_cases(self) -> "list[ForeignCase]":
+        """The cases of an optimizer of somebody else; --steps unless given are a few."""
+        asked = FOREIGN if self.scenario == "all" else self.scenario.split(",")
+        worlds = WORLDS if self.world_size is None else (self.world_size,)
+        steps = STEPS if self.steps == type(self).steps else self.steps
+        return [
+            ForeignCase(name, world, self.grads, steps, self.seed)
+            for name in asked
+            for world in worlds
+        ]
+
+    def foreign_factory(self) -> Factory:
+        """The function that --optimizer names."""
+        assert self.optimizer is not None
+        if ":" not in self.optimizer:
+            raise BadRequestError(
+                f"--optimizer {self.optimizer!r} is not PATH:FACTORY, such as mine.py:make"
+            )
+        return cast("Factory", named_function(self.optimizer, "--optimizer"))
 
     def quickened(self) -> "Options":
         """With --quick as what it stands for: receipts then say what was run."""

@@ -1,6 +1,6 @@
 """Every known bug that the harness has to catch, by name."""
 
-from samestep.lab.stress.mutants import communication, copies, hybrid, mathematics, xla
+from samestep.lab.stress.mutants import communication, copies, field, hybrid, mathematics, xla
 from samestep.lab.stress.mutants.mutant import MUTANTS, XLA_MUTANTS, Mutant
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Mutant",
     "communication",
     "copies",
+    "field",
     "hybrid",
     "mathematics",
     "xla",

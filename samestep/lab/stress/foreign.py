@@ -14,9 +14,10 @@ ranks' gradients. A case asks four questions:
 import hashlib
 import io
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from samestep.comm.messages import gather_everywhere
+from samestep.lab.stress.models import Matrices, named_params
+from samestep.lab.stress.ranks import Note
+from samestep.lab.stress.scenario import GradientScenario, MakeModel, Wanted
+from samestep.lab.stress.training import mean_gradients, without_onednn
 from samestep.launch import RanksFailed
 from samestep.launch.forked import run_forked
-from samestep.stress.models import Matrices, named_params
-from samestep.stress.ranks import CRASHED, Note
-from samestep.stress.scenario import GradientScenario, MakeModel, Wanted
-from samestep.stress.training import mean_gradients, without_onednn
 from samestep.tooling.request import BadRequestError
 
 Factory = Callable[[nn.Module], Optimizer]
@@ -60,12 +62,18 @@ ODD: dict[str, tuple[int, ...]] = {
 
 
 class ForeignScenario(GradientScenario):
-    """Gradients that an optimizer is given, each rank its own, and what happens between steps."""
+    """Gradients that an optimizer is given, each rank its own, and what happens between steps.
+
+    The docstring of a scenario is its story.
+    """
 
     shapes: ClassVar[Mapping[str, tuple[int, ...]]] = EVEN
     takes_any_model = True
     lacks: ClassVar[bool] = False  # gradients
     about_ranks: ClassVar[bool] = False  # nothing is left of it once gradients are averaged
+
+    def __init_subclass__(cls) -> None:
+        cls.story = (cls.__doc__ or "").rstrip(".")
 
     def own_model(self) -> nn.Module:
         return Matrices(dict(self.shapes))
@@ -83,20 +91,23 @@ class ForeignScenario(GradientScenario):
 
 
 class Dense(ForeignScenario):
+    """Every parameter has a gradient on every rank."""
+
     name = "dense"
-    story = "every parameter has a gradient on every rank"
 
 
 class OddShapes(ForeignScenario):
+    """The same on shapes that no number of ranks divides, one with fewer rows than ranks."""
+
     name = "odd_shapes"
-    story = "the same on shapes that no number of ranks divides, one with fewer rows than ranks"
     shapes = ODD
     takes_any_model = False
 
 
 class AbsentSomewhere(ForeignScenario):
+    """Every parameter lacks its gradient on one of the ranks, another one in each step."""
+
     name = "absent_somewhere"
-    story = "every parameter lacks its gradient on one of the ranks, another one in each step"
     about_ranks = True
     lacks = True
 
@@ -105,8 +116,9 @@ class AbsentSomewhere(ForeignScenario):
 
 
 class AbsentEverywhere(ForeignScenario):
+    """In one step of three no rank has a gradient for a parameter: it stays untouched."""
+
     name = "absent_everywhere"
-    story = "in one step of three no rank has a gradient for a parameter: it stays untouched"
     lacks = True
 
     def gradient(self, of: Wanted) -> Tensor | None:
@@ -114,16 +126,18 @@ class AbsentEverywhere(ForeignScenario):
 
 
 class Zeros(ForeignScenario):
+    """In one step of three a gradient is zeros, which is a gradient: momentum goes on."""
+
     name = "zeros"
-    story = "in one step of three a gradient is zeros, which is a gradient: momentum goes on"
 
     def gradient(self, of: Wanted) -> Tensor | None:
         return torch.zeros_like(of.param) if (of.step + of.place) % 3 == 2 else self.drawn(of)
 
 
 class Rates(ForeignScenario):
+    """The learning rate of every group is another one in every step."""
+
     name = "rates"
-    story = "the learning rate of every group is another one in every step"
 
     def rate(self, step: int) -> float:
         """Up, and down by a cosine; never zero."""
@@ -131,8 +145,9 @@ class Rates(ForeignScenario):
 
 
 class Accumulation(ForeignScenario):
+    """Three micro-batches are summed in .grad before each step."""
+
     name = "accumulation"
-    story = "three micro-batches are summed in .grad before each step"
     about_ranks = True
 
     def micro_batches(self, step: int) -> int:
@@ -143,8 +158,9 @@ class Accumulation(ForeignScenario):
 
 
 class Resumed(ForeignScenario):
+    """Saved by state_dict() in the middle, loaded into a new model and optimizer."""
+
     name = "resume"
-    story = "saved by state_dict() in the middle, loaded into a new model and optimizer"
 
     def resumes(self, step: int) -> bool:
         return step == 4
@@ -279,7 +295,9 @@ class ForeignTraining:
             for name, param in named_params(model).items():
                 param.copy_(values[name])
         self._begin(model)
-        self.optimizer.load_state_dict(_unpacked(saved))  # which may keep or change what it is given
+        self.optimizer.load_state_dict(
+            _unpacked(saved)
+        )  # which may keep or change what it is given
         return _difference(_unpacked(saved), _unpacked(self._saved())) or ""
 
     def _saved(self) -> bytes:
@@ -288,15 +306,16 @@ class ForeignTraining:
         The latter is the way of ZeroRedundancyOptimizer. Collective.
         """
         consolidate = getattr(self.optimizer, "consolidate_state_dict", None)
+        if any(isinstance(param, DTensor) for param in named_params(self.model).values()):
+            consolidate = None  # their state is of DTensors, too, of which each rank has its part
         if consolidate is not None:
             consolidate(to=0)
         file = io.BytesIO()
         if consolidate is None or self.rank == 0:
             torch.save(self.optimizer.state_dict(), file)
-        files = [file.getvalue()]
-        if consolidate is not None:
-            dist.broadcast_object_list(files, src=0)
-        return files[0]
+        if consolidate is None or dist.group.WORLD is None:
+            return file.getvalue()
+        return gather_everywhere(file.getvalue(), dist.group.WORLD)[0]
 
     def _means(self, step: int) -> dict[str, Tensor]:
         return mean_gradients(self.scenario, self._plain, step)
@@ -407,7 +426,9 @@ def _run_rank(
 # --- all ranks of a case -------------------------------------------------------------------------
 
 
-def try_factory(factory: Factory, path: str, make_model: MakeModel | None, watchdog: float) -> None:
+def try_factory(
+    factory: Factory, path: str, *, make_model: MakeModel | None = None, watchdog: float = 10.0
+) -> None:
     """Make the optimizer on one rank; raise BadRequestError if it cannot be made there."""
 
     def made(rank: int) -> str:
@@ -418,7 +439,7 @@ def try_factory(factory: Factory, path: str, make_model: MakeModel | None, watch
     try:
         (problem,) = run_forked(1, made, timeout=START, collective_timeout=watchdog)
     except RanksFailed as failed:
-        raise BadRequestError(f"--optimizer {path}: {_last_line(failed.reports[0])}") from failed
+        raise BadRequestError(f"--optimizer {path}: {_error_of(failed.reports[0])}") from failed
     if problem:
         raise BadRequestError(f"--optimizer {path} gave {problem}: an optimizer has both")
 
@@ -448,7 +469,9 @@ def run_case(
         try:
             return run_forked(world, _run_rank, *arguments, **limits)
         except RanksFailed as failed:
-            raise _CaseFailedError(*_ending(failed.reports, [each.read() for each in notes])) from None
+            raise _CaseFailedError(
+                *_ending(failed.reports, [each.read() for each in notes])
+            ) from None
 
     try:
         reports = run(alone=False)
@@ -477,18 +500,24 @@ FOLLOWS = ("Connection closed", "Connection reset", "Broken pipe", "was still ru
 
 def _ending(reports: Mapping[int, str], notes: Sequence[str]) -> tuple[Status, str]:
     """What became of ranks that failed: the first cause, not those who waited for it."""
-    causes = {rank: text for rank, text in reports.items() if not any(f in text for f in FOLLOWS)}
-    for rank, text in causes.items():
-        where = f"rank {rank} in {notes[rank]}"
-        if text.startswith(CRASHED):
-            return "died", f"{where}: {text.splitlines()[0]}"
-        return "raised", f"{where}: {_last_line(text)}"
+    where = {rank: f"rank {rank} in {notes[rank]}" for rank in reports}
+    for rank, text in reports.items():
+        if text.startswith("died of"):
+            return "died", f"{where[rank]}: {text.splitlines()[0]}"
+    for rank, text in reports.items():
+        if not any(follows in text for follows in FOLLOWS):
+            return "raised", f"{where[rank]}: {_error_of(text)}"
     places = ", ".join(f"rank {rank} in {note}" for rank, note in enumerate(notes))
     return "hang", f"no answer: {places}"
 
 
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1][:300]
+ERROR = re.compile(r"^[\w.]+(Error|Exception|Warning|Interrupt): ")
+
+
+def _error_of(report: str) -> str:
+    """The line of a traceback that names its error."""
+    lines = report.strip().splitlines()
+    return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])[:300]
 
 
 def _judged(
@@ -542,8 +571,3 @@ def _farthest(found: RankReport, alone: RankReport) -> tuple[str, float]:
         if not part <= worst[1]:  # a NaN is the worst of all
             worst = name, math.inf if math.isnan(part) else part
     return worst
-
-
-def entry(result: ForeignResult) -> dict[str, Any]:
-    """A case of the receipt."""
-    return asdict(result)

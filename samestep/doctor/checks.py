@@ -60,8 +60,9 @@ def versions() -> Iterator[Check]:
     yield Check("python", f"{platform.python_version()} on {platform.platform()}")
     yield Check("samestep", samestep.__version__)
     found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    built = torch.version.cuda or torch.version.hip
-    value = f"{torch.__version__}, built " + (f"for CUDA {built}" if built else "for CPU")
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    platforms = [f"{name} {version}" for name, version in built.items() if version]
+    value = f"{torch.__version__}, built for {platforms[0] if platforms else 'CPU'}"
     enough = found >= LEAST_TORCH
     yield Check("torch", value) if enough else broken("torch", value, 'pip install "torch>=2.9"')
     triton = _version("triton")
@@ -211,7 +212,8 @@ def gpus() -> Iterator[Check]:
             continue
         through = sorted(set(others) - set(reached))
         value = f"directly: {reached or 'none'}, through the host: {through}"
-        way_out = "`nvidia-smi topo -m` tells why; steps on these ranks take longer"
+        topology = "nvidia-smi topo -m" if torch.version.hip is None else "rocm-smi --showtopo"
+        way_out = f"`{topology}` tells why; steps on these ranks take longer"
         yield note(f"{number} reaches", value, way_out)
 
 
@@ -222,7 +224,8 @@ def _gpu(number: int) -> Check:
         free, everything = torch.cuda.mem_get_info(device)
         away = step_on(device)
     except Exception as error:
-        way_out = "`nvidia-smi` tells whether it is in use or has failed"
+        tool = "nvidia-smi" if torch.version.hip is None else "rocm-smi"
+        way_out = f"`{tool}` tells whether it is in use or has failed"
         return broken(name, in_one_line(error), way_out)
     memory = f"{free / 1e9:.0f} of {everything / 1e9:.0f} GB free"
     text = f"{facts.name}, {facts.major}.{facts.minor}, {memory}; a step is"

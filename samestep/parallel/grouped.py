@@ -74,7 +74,7 @@ def _aligned(stack: Tensor) -> bool:
 def _pays(rows: Tensor, stack: Tensor) -> bool:
     if not rows.is_cuda or rows.dtype is not torch.bfloat16 or not _aligned(stack):
         return False
-    if grouped_mm is None:
+    if grouped_mm is None or torch.version.hip is not None:  # nobody has tried it on ROCm
         return False
     return torch.cuda.get_device_capability(rows.device) >= (8, 0)
 

@@ -163,7 +163,8 @@ class Options:
     optimizer: Annotated[
         str | None,
         Flag(
-            "run factory(model), an optimizer of somebody else, on 2, 3 and 4 gloo ranks for 8 steps",
+            "run factory(model), an optimizer of somebody else, on 2, 3 and 4 gloo ranks "
+            "for 8 steps",
             metavar="PATH:FACTORY",
             default="samestep's own",
         ),

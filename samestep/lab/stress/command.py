@@ -535,7 +535,7 @@ def _foreign(console: Console, options: Options) -> int:
     assert options.optimizer is not None
     factory = options.foreign_factory()
     make_model = None if options.model == "tiny" else own_model(options.model, options.seed)
-    limits = {"make_model": make_model, "watchdog": options.watchdog}
+    limits: dict[str, Any] = {"make_model": make_model, "watchdog": options.watchdog}
     try_factory(factory, options.optimizer, **limits)
     cases = options.foreign_cases()
     results: list[ForeignResult] = []

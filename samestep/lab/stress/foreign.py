@@ -315,7 +315,8 @@ class ForeignTraining:
             torch.save(self.optimizer.state_dict(), file)
         if consolidate is None or dist.group.WORLD is None:
             return file.getvalue()
-        return gather_everywhere(file.getvalue(), dist.group.WORLD)[0]
+        files: list[bytes] = gather_everywhere(file.getvalue(), dist.group.WORLD)
+        return files[0]
 
     def _means(self, step: int) -> dict[str, Tensor]:
         return mean_gradients(self.scenario, self._plain, step)

@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -257,12 +257,12 @@ class Options:
             if not 0 < getattr(self, name) < math.inf:
                 raise BadRequestError(f"{spelled(name)} must be above 0, got {getattr(self, name)}")
 
-    def known_bugs(self) -> "list[Mutant]":
+    def known_bugs(self) -> Sequence[Mutant]:
         """The mutants to run: all of those for the device, or those that --mutant names."""
         known = XLA_MUTANTS if self.device == "xla" else MUTANTS
         return [known[name] for name in (known if self.mutant is None else self.mutant.split(","))]
 
-    def foreign_cases(self) -> "list[ForeignCase]":
+    def foreign_cases(self) -> Sequence[ForeignCase]:
         """The cases of an optimizer of somebody else; --steps unless given are a few."""
         asked = FOREIGN if self.scenario == "all" else self.scenario.split(",")
         worlds = WORLDS if self.world_size is None else (self.world_size,)

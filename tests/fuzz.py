@@ -238,6 +238,7 @@ def _distribution(draw: random.Random, kind: str) -> dict[str, Any]:
         options |= _drawn(draw, more)
     if kind == "reduced":
         options["grads"] = "reduced"
+        options.pop("check_gradients", None)  # refused
     if kind in ("plain", "reduced", "tp"):
         options["sharding"] = draw.choice(("auto", "none", "zero1", "zero2", "zero1", "zero2"))
     if kind in ("plain", "tp"):

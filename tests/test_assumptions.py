@@ -81,7 +81,7 @@ RUNS = {
     ),
     "reduced": (net, {"grads": "reduced"}),
     "flat": (net, {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "tensor parallel": (tensor_parallel, {"overrides": FUSED}),
+    "tensor parallel": (tensor_parallel, {"overrides": FUSED, "check_gradients": True}),
     "copies of parts": (copies_of_parts, {}),
 }
 ON_MESH = ("tensor parallel", "copies of parts")
@@ -181,9 +181,10 @@ def test_what_nobody_checks_comes_last_and_is_called_so(ranks):
     assert "Here: 0.weight." in texts["tensor parallel"]
     assert "4 parameters whose 32-bit copy is kept" in texts["remainders"]
     assert "pass max_grad_norm= (math.inf checks" in " ".join(texts["reduced"].split())
-    for name in ("reduced", ALONE, "flat"):  # the check is of gradients that are averaged here
-        assert ("check_gradients=True" in texts[name]) == (name == "flat")
-    assert "finite gradients, unchecked" not in texts["overlap"]
+    for name in ("reduced", ALONE, "flat"):  # averages of others are too late for the check
+        assert ("check_gradients=True" in texts[name]) == (name != "reduced")
+    for name in ("overlap", "tensor parallel"):
+        assert "finite gradients, unchecked" not in texts[name]
 
 
 def test_lines_are_short(ranks):

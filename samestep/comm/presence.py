@@ -38,6 +38,7 @@ _TOLD = "_told_to_other_ranks"  # of an error
 _NOTHING = -(1 << 63)  # below all that anybody says
 CALL = "call"  # in lines of what ranks are about to do
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
+_REASON = 600  # bytes of an error that other ranks are told
 
 
 def presence_elements(params: int, replicated: Sequence[ReplicatedAlong] = ()) -> int:
@@ -58,9 +59,13 @@ class RankFailure(NamedTuple):
 
 
 class RankProblemError(RuntimeError):
-    """Another rank could not take the step, so no rank takes it. `rank`: which, if it is one."""
+    """Another rank could not take the step, so no rank takes it.
+
+    rank: which, if it is one. reason: its own error, where all ranks were there to hear of it.
+    """
 
     rank: int | None = None
+    reason: str = ""
 
 
 class Intent(Protocol):
@@ -111,14 +116,38 @@ class AllSwapped(Exception):  # noqa: N818 - it is no error
     """Every rank has other parameters in its groups than it had."""
 
 
-def _problem_of(rank: int, about: str = "", call: "Call | None" = None) -> RankProblemError:
+def _problem_of(
+    rank: int, about: str = "", call: "Call | None" = None, reason: str = ""
+) -> RankProblemError:
     if call is None:
         what = f"could not take the step{about}, so no rank took it"
     else:
         what = f"failed in {call.name}{about}, so no rank goes on with it"
-    error = RankProblemError(f"rank {rank} {what}; its own error says why")
-    error.rank = rank
+    why = f": {reason}" if reason else "; its own error says why"
+    error = RankProblemError(f"rank {rank} {what}{why}")
+    error.rank, error.reason = rank, reason
     return error
+
+
+def _reason_of(
+    code: int, rank: int, problem: RankFailure | None, groups: Sequence[RankGroup], where: Tensor
+) -> str:
+    """The error of the rank whose problem all ranks have heard of, as its text.
+
+    Collective over the groups. code: of that problem. where: a tensor where messages lie.
+    """
+    text = ""
+    if problem is not None and _codes_of(problem, rank)[1] == code:
+        error = problem.error
+        heard_of = getattr(error, "rank", None) is not None
+        text = getattr(error, "reason", "") if heard_of else f"{type(error).__name__}: {error}"
+    encoded = text.encode()[:_REASON]
+    told = torch.zeros(_REASON, dtype=torch.int64)
+    told[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.int64)
+    told = told.to(where.device)
+    for group in groups:
+        told = maximum("reason", told, group).wait()
+    return bytes(told.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> RankFailure:
@@ -189,9 +218,11 @@ def any_problem(
     name = "problems" if call is None else f"agreement on {call.name}"
     other, code = maximum(name, told, group).wait().tolist()
     _refuse_swap(other, code, problem)
-    if problem is None and code:
-        return RankFailure(_problem_of((code >> 32) - 1, call=call))
-    return problem
+    if code:
+        rank = group.members[group.rank]
+        reason = _reason_of(code, rank, problem, [group], told)
+        return problem or RankFailure(_problem_of((code >> 32) - 1, call=call, reason=reason))
+    return None
 
 
 class Drops(NamedTuple):
@@ -307,9 +338,13 @@ class PresenceAgreement:
         groups: Sequence[RankGroup],
         device: torch.device,
         replicated: ReplicatedHere | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
+        """waits: a GPU is waited for, so that all ranks hear of a problem in the same step."""
         self._names = names
         self._groups = groups  # one after the other they reach every rank
+        self._waits = waits or device.type == "cpu"
         self._rank = groups[0].members[groups[0].rank]
         self._device = device
         self._replicated = replicated
@@ -337,9 +372,9 @@ class PresenceAgreement:
 
         Raises on every rank if any rank has a problem, ranks are not about to do the same, or ranks
         with copies do not have the same.
-        The host never waits for a GPU: what is present here is present anywhere, the rest stays on
-        the device, and what is to be raised is read at a later step, when it has arrived. So is a
-        `flag` of any rank.
+        The host does not wait for a GPU, unless it `waits`: what is present here is present
+        anywhere, the rest stays on the device, and what is to be raised is read at a later step,
+        when it has arrived. So is a `flag` of any rank.
         """
         self._read_arrived()
         other, code = _codes_of(problem, self._rank, self._names)
@@ -368,6 +403,7 @@ class PresenceAgreement:
             other, code = said[-_CODES:].tolist()[:2]
             _refuse_swap(other, code >> 1, problem, self._names)
         if problem is not None:
+            self._reason(said, problem)
             raise problem.error
         self._hear(said, intent, on_device, dropped=dropped)
         if self._device.type == "cpu":
@@ -376,6 +412,13 @@ class PresenceAgreement:
             return [True] * len(here)
         flags = self._votes.bool().unbind()
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
+
+    def _reason(self, said: Tensor, problem: RankFailure | None) -> str:
+        """Why the rank with a problem has it; "" where ranks hear of that in different steps."""
+        code = int(said[-_CODES + 1]) >> 1 if self._waits else 0
+        if not code or code & _SWAPPED:
+            return ""
+        return _reason_of(code, self._rank, problem, self._groups, said)
 
     def meet(self, call: Call, problem: RankFailure | None) -> None:
         """Raise on every rank if any has a problem, or is in another call; a GPU is waited for.
@@ -473,7 +516,7 @@ class PresenceAgreement:
         All others would not know that they have to agree with it: it raises then.
         """
         self.dropped = False
-        if self._device.type == "cpu":
+        if self._waits:
             self._read(said, intent, on_device, late=False)
         elif dropped:
             intact = said[-_CODES:].tolist()[PROBLEM_CODES + 1]
@@ -497,7 +540,8 @@ class PresenceAgreement:
         if code:
             rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
             about = f" because of parameter {self._names[param - 1]!r}" if param else ""
-            raise _problem_of(rank, about, intent if isinstance(intent, Call) else None)
+            call = intent if isinstance(intent, Call) else None
+            raise _problem_of(rank, about, call, self._reason(said, None))
         if intent is not None and digest != ~inverse:
             raise self._difference(intent, on_device, late=late)
         if late and dropped:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import RankGroup, registry
+from samestep.shards.dtensor.checked_reduction import set_reduce_scatter
 from samestep.shards.dtensor.fsdp_units import called, fsdp_modules, grid
 
 
@@ -33,7 +34,7 @@ def use_ordered_reduction(model: nn.Module) -> None:
             assert isinstance(module, FSDPModule)
             # torch divides the sum at the very end then, with div_, as all of samestep does.
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+            set_reduce_scatter(module, comm)
 
 
 class OrderedReduceScatter:

@@ -145,7 +145,8 @@ class Distribution:
         pipeline, every chunk is waited for, there and back.
     block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
     check_gradients: report a gradient that is not finite, with parameter and rank, before it is
-        averaged with others. Reads every gradient on the host: for finding a fault.
+        combined with those of other ranks: by the optimizer, or by FSDP2. The host waits for every
+        gradient: for finding a fault. Not where others have averaged (DDP, grads="reduced").
     state_dict_form: what `state_dict()` gives where ranks share the state. "whole": all of it, on
         the rank where `consolidate_state_dict()`, which all ranks call, has gathered it; else it
         raises, since trainers save what one rank gives. "part": each rank its own part, which
@@ -217,6 +218,13 @@ class Distribution:
             "overlap_grad_reduce, reduce_dtype and outer_group concern gradients that are "
             'averaged here, and grads="reduced" says (or a DistributedDataParallel model '
             "implies) that they already were: leave them out, or unwrap the model",
+        )
+        yield (
+            self.grads == "reduced" and self.check_gradients,
+            "check_gradients looks at each rank's own gradients before they are averaged, and "
+            'grads="reduced" says (or a DistributedDataParallel model implies) that they already '
+            "were: leave it out (max_grad_norm=math.inf skips a step with averages that are not "
+            "finite), or unwrap the model and let the optimizer average",
         )
         yield (
             self.deferred and (self.overlap_grad_reduce or flat),

@@ -244,6 +244,12 @@ def _finite(facts: ModelFacts) -> str | None:
     return f"{limit_text(facts.max_grad_norm)} skips the step on all ranks if they are not"
 
 
+def _own_finite(facts: ModelFacts) -> str | None:
+    if not facts.plan.distribution.check_gradients:
+        return None
+    return "check_gradients=True raises on all ranks if they are not, with parameter and rank"
+
+
 def _clipped_among_ranks(facts: ModelFacts) -> str | None:
     if facts.max_grad_norm is None or not facts.plan.placed:
         return None
@@ -258,10 +264,10 @@ def _among_placed(facts: ModelFacts) -> str:
 
 
 def _finite_unasked(facts: ModelFacts) -> str | None:
-    if facts.max_grad_norm is not None:
+    distribution = facts.plan.distribution
+    if facts.max_grad_norm is not None or distribution.check_gradients:
         return None
-    # Gradients that are averaged elsewhere never pass the check of each rank's own.
-    own = " or check_gradients=True (each rank's own)" if _averages_here(facts) else ""
+    own = " or check_gradients=True (each rank's own)" if distribution.grads == "local" else ""
     return (
         "NaN or inf gradients are not caught before they reach parameters and state. To catch "
         "them, pass max_grad_norm= (math.inf checks without clipping; it looks at the averaged "
@@ -570,6 +576,14 @@ REGISTER: tuple[Assumption, ...] = (
         "samestep.update.metrics:square_sum",
         "in every step",
         "one reading of every gradient, 8 bytes travel",
+    ),
+    Assumption(
+        "own finite gradients",
+        "Gradients of each rank are finite before they are combined with those of others.",
+        _own_finite,
+        "samestep.shards.not_finite:is_finite",
+        "in every step",
+        "one reading of every gradient, for which the host waits; nothing travels",
     ),
     Assumption(
         "equal ever after",

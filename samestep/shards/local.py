@@ -6,11 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.presence import RankFailure
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import same_objects
+from samestep.groups.mistakes import has_process_group
 from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.layout.boxes import mesh_of
@@ -30,6 +32,7 @@ from samestep.rules.state import (
     state_shapes,
     stored_tensors,
 )
+from samestep.shards.not_finite import is_finite, not_finite
 from samestep.shards.placement import Placement
 from samestep.shards.values import ShardValues
 from samestep.shards.windows import OffloadSlice, OffloadUnit, state_device
@@ -78,9 +81,20 @@ class LocalParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         super().begin_step(state, problem)
+        if self.distribution.check_gradients:
+            self.problem = self._not_finite()
         if self.distribution.offload is not None:
             states = (own for group in self.known for own in group.states)
             self._keep_windows(states, self._units)
+
+    def _not_finite(self) -> RankFailure | None:
+        """The first gradient with NaN or inf."""
+        for known in self.known:
+            for name, param in zip(known.names, known.params, strict=True):
+                if param.grad is not None and not is_finite(param.grad):
+                    rank = dist.get_rank() if has_process_group() else None
+                    return RankFailure(not_finite(name, rank, param.grad, "before the step"))
+        return None
 
     def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
         """State block by block, or of all of a parameter."""
@@ -245,11 +259,12 @@ class KnownGroup:
         self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
         names = dict(zip(map(id, self._all), parameter_names(group, index), strict=True))
+        self.names = [names[id(param)] for param in self.params]
         of_params = zip(self.params, self.states, self.blocks, strict=True)
         # By parameter: what state belongs to, and that.
         self._held = [
-            list(_held(names[id(param)], param, own, blocks, group, index))
-            for param, own, blocks in of_params
+            list(_held(name, param, own, blocks, group, index))
+            for name, (param, own, blocks) in zip(self.names, of_params, strict=True)
         ]
         self._cut = [
             (param, blocks is None or _is_whole(blocks), blocks or [], views)

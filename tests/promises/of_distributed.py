@@ -395,8 +395,7 @@ def flight_digest(trial: Trial) -> None:
     "report a gradient that is not finite, with parameter and rank, before it is averaged with others.",
     "raises",
     ("", "overlap_grad_reduce", "overlap_param_gather", "max_grad_norm"),
-    layouts=(*PLAIN, "TP", "stages"),
-    but={"FSDP2": "FSDP2 has averaged them already"},
+    layouts=(*PLAIN, "FSDP2", "TP", "stages"),
 )
 def checked_gradients(trial: Trial) -> None:
     """check_gradients=True and a NaN on data rank 1"""

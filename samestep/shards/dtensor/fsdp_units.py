@@ -1,8 +1,13 @@
-"""Units of FSDP2: the parameters of one `fully_shard` call, gathered and reduced at once."""
+"""Units of FSDP2: the parameters of one `fully_shard` call, gathered and reduced at once.
+
+What torch does not tell in public is asked here: which units a parameter is in, how gradients lie
+in what a unit sends, and which reduce-scatter it has.
+"""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -87,20 +92,86 @@ def managed_beside(params: Iterable[Tensor]) -> list[DTensor]:
     """The parameters that FSDP2, or torch's `replicate`, manages beside some of these.
 
     A parameter does not tell, and an optimizer may have no model to look at. What FSDP2 was told
-    to ignore is not among them. torch has no public way to ask for it.
+    to ignore is not among them.
     """
+    return [param for unit in units_beside(params) for param in unit.params]
+
+
+def units_beside(params: Iterable[Tensor]) -> list["ReducedUnit"]:
+    """The units of the modules that hold some of these. torch has no public way to ask for them."""
     from torch.distributed import _composable_state
 
     known = getattr(_composable_state, "_module_state_mapping", {})
     wanted = set(map(id, params))
-    return [
-        fsdp_param.sharded_param
+    groups = {
+        id(group): group
         for module, state in list(known.items())
         if isinstance(module, FSDPModule)
         and any(id(param) in wanted for param in module.parameters())  # type: ignore[attr-defined]
         for group in _groups_of(state())
-        for fsdp_param in group.fsdp_params
-    ]
+    }
+    return [ReducedUnit(group) for group in groups.values()]
+
+
+def units_of(module: FSDPModule) -> list["ReducedUnit"]:
+    """Those of a module that was given to `fully_shard`."""
+    return [ReducedUnit(group) for group in _groups_of(module._get_fsdp_state())]
+
+
+class ReducedUnit:
+    """The parameters whose gradients FSDP2 packs and reduces at once.
+
+    In the packed gradients there is a row for every rank that has a shard, and in a row the shards
+    of all parameters that have a gradient, each as long as the longest one of that parameter.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def params(self) -> list[DTensor]:
+        """The shards, in the order in which they are packed."""
+        return [fsdp_param.sharded_param for fsdp_param in self._group.fsdp_params]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Those that were given to one `fully_shard` call."""
+        modules: tuple[nn.Module, ...] = self._group.modules
+        return modules
+
+    def name(self, index: int) -> str:
+        """A parameter as the outermost FSDP2 module calls it, which tells in its first forward."""
+        fsdp_param = self._group.fsdp_params[index]
+        return str(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
+
+    def elements(self, index: int) -> int:
+        """How long the shard of a parameter is in every row of the packed gradients."""
+        size: torch.Size = self._group.fsdp_params[index].padded_sharded_param_size
+        return size.numel()
+
+    def gathered(self, index: int) -> Tensor | None:
+        """What forward uses, once it was gathered: the same object from then on."""
+        return getattr(self._group.fsdp_params[index], "_unsharded_param", None)
+
+    @property
+    def is_cut_otherwise(self) -> bool:
+        """Whether gathered parameters are DTensors: FSDP2 may combine gradients to pack them."""
+        return any(fsdp_param.is_dtensor for fsdp_param in self._group.fsdp_params)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether its shards are on several ranks; without that no reduce-scatter is called."""
+        return getattr(self._group.mesh_info, "shard_mesh_size", 1) > 1
+
+    # `set_custom_reduce_scatter` writes this; torch has no public way to read it.
+
+    @property
+    def reduce_scatter(self) -> Any:
+        return self._group._reduce_scatter_comm
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: Any) -> None:
+        self._group._reduce_scatter_comm = comm
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -35,6 +35,7 @@ from samestep.rules.state import (
     whole_shapes,
 )
 from samestep.shards.dtensor.block_exchange import BlockExchange
+from samestep.shards.dtensor.checked_reduction import GradientCheck
 from samestep.shards.dtensor.fsdp_units import managed_beside
 from samestep.shards.dtensor.gradients import combine_gradients, fits, no_summand, summands
 from samestep.shards.dtensor.local_shards import (
@@ -44,6 +45,7 @@ from samestep.shards.dtensor.local_shards import (
 )
 from samestep.shards.dtensor.mesh_layout import MeshLayout
 from samestep.shards.dtensor.values import DTensorValues
+from samestep.shards.not_finite import is_finite, not_finite
 from samestep.shards.placement import Placement, PlanMembers
 from samestep.shards.replicated.local_tensors import LocalTensors
 from samestep.shards.replicated.replicated import ReplicatedShards
@@ -107,8 +109,15 @@ class ShardedParameters(Placement):
         replicated = self.layout.replicated
         self.compares_copies = replicated is not None
         self._names = [spec.name for spec in self.specs]
-        self._presence = PresenceAgreement(self._names, [self.group], self.device, replicated)
+        self._presence = PresenceAgreement(
+            self._names,
+            [self.group],
+            self.device,
+            replicated,
+            waits=distribution.check_gradients,
+        )
         self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
+        self._check: GradientCheck | None = None
 
     def _tell(self, problem: ValueError) -> None:
         """Let ranks that compare their plans hear of a problem that they may not have."""
@@ -149,6 +158,15 @@ class ShardedParameters(Placement):
         if self.specs[index].blocks is None:
             owners = {rank for rank, box in enumerate(self.layout.held[index].boxes) if box.numel}
         return ranks_text([self.group.members[rank] for rank in sorted(owners)])
+
+    def activate(self) -> None:
+        """From now on gradients are looked at before FSDP2 sends them, if that was asked for."""
+        if self._distribution.check_gradients:
+            self._check = GradientCheck(self.params, self._names, self._rank)
+
+    @property
+    def _rank(self) -> int:
+        return self.group.members[self.group.rank]
 
     # --- state ---------------------------------------------------------------------------
 
@@ -251,11 +269,29 @@ class ShardedParameters(Placement):
             if grad is not None and not fits(param, grad):
                 found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
                 message = (
-                    f"the gradient of {spec.name!r} on rank {self.group.members[self.group.rank]} "
-                    f"is {found}, and the parameter {param.placements}: redistribute it first"
+                    f"the gradient of {spec.name!r} on rank {self._rank} is {found}, and the "
+                    f"parameter {param.placements}: redistribute it first"
                 )
                 return RankFailure(RuntimeError(message), index)
+        return None if self._check is None else self._check.problem() or self._not_finite()
+
+    def _not_finite(self) -> RankFailure | None:
+        """The first gradient of this rank with NaN or inf, before it is combined with others."""
+        for index, (param, name) in enumerate(zip(self.params, self._names, strict=True)):
+            local = None if param.grad is None else local_of(param.grad)
+            if local is not None and not is_finite(local):
+                when = "before ranks combine it"
+                if any(param is other for other in managed_beside([param])):
+                    when = (
+                        "after FSDP2 averaged it: the sum of finite gradients is too large for "
+                        "their dtype, or backward ran before this optimizer had its plans"
+                    )
+                return RankFailure(not_finite(name, self._rank, local, when), index)
         return None
+
+    def drop_reduced(self) -> None:
+        if self._check is not None:
+            self._check.drop()
 
     def meet(self, call: Call, problem: RankFailure | None) -> None:
         self._presence.meet(call, problem)

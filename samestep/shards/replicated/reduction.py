@@ -23,6 +23,7 @@ from samestep.groups.distribution import Distribution
 from samestep.plan.bucket_exchanges import BucketExchanges, outer_exchanges
 from samestep.plan.sharding import ShardingPlan
 from samestep.plan.transfers import CollectivePolicy, Traffic, Transfer, divides_first
+from samestep.shards.not_finite import is_finite, not_finite
 from samestep.shards.replicated.buckets import GradientBuckets
 from samestep.shards.replicated.inside_backward import GradientHooks, LaunchOrder
 from samestep.shards.replicated.local_tensors import REPLICATED, LocalTensors
@@ -157,8 +158,8 @@ class BucketReductions:
         """The gradients of a bucket; zeros for those that are held back, and after a problem."""
         without = held_back if self.problem is None else range(len(self._plan.params))
         buffer = self.gradients.packed(number, without)
-        if self._distribution.check_gradients and not buffer.isfinite().all():
-            self._report_not_finite(number)
+        if self._distribution.check_gradients and not is_finite(buffer):
+            self._report_not_finite(number, buffer)
             buffer.zero_()
         return buffer
 
@@ -167,19 +168,22 @@ class BucketReductions:
         gives_back = self._gives_back and self.problem is None  # or only zeros were sent
         self.sent.take(index, travels=travels, gives_back=gives_back, ended=self._ended)
 
-    def _report_not_finite(self, number: int) -> None:
+    def _report_not_finite(self, number: int, buffer: Tensor) -> None:
         """Remember the first culprit of a bucket."""
         for index in self.members[number]:
-            grad = self.local.gradient(index)
-            if grad is not None and not grad.isfinite().all():
-                kind = "NaN" if grad.isnan().any() else "inf"
-                count = int((~grad.isfinite()).sum())
-                message = (
-                    f"the gradient of {self._name(index)!r} on rank {self._rank} has {count} "
-                    f"values that are not finite ({kind}), before it was averaged with those of "
-                    "other ranks"
-                )
-                self.problem = self.problem or RankFailure(FloatingPointError(message), index)
+            values, when = (
+                self.local.gradient(index),
+                "before it was averaged with those of other ranks",
+            )
+            if values is None:
+                continue
+            if is_finite(values):  # but perhaps not in the dtype in which it travels
+                pieces = (at for at in self._plan.buckets[number].places() if at[0].param == index)
+                values = torch.cat([buffer[start : start + piece.size] for piece, start in pieces])
+                when = f"in {buffer.dtype}, {when}"
+            if not is_finite(values):
+                error = not_finite(self._name(index), self._rank, values, when)
+                self.problem = self.problem or RankFailure(error, index)
 
     def _look_at_placements(self, indices: Iterable[int]) -> None:
         """Remember what gradients of DTensors are, and refuse those that cannot be added up."""

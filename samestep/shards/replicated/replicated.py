@@ -143,7 +143,13 @@ class ReplicatedShards(Placement):
         self._in_flight = request.in_flight if self.shape.defers else None
         replicated = self._replicated_here() if layout is None else layout.replicated
         self.compares_copies = replicated is not None
-        self._presence = PresenceAgreement(self._names, self._groups, self.device, replicated)
+        self._presence = PresenceAgreement(
+            self._names,
+            self._groups,
+            self.device,
+            replicated,
+            waits=self.distribution.check_gradients,
+        )
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
         if self.shape.reduces and not self.distribution.overlap_grad_reduce:

@@ -166,11 +166,12 @@ class ReducedUnit:
     # `set_custom_reduce_scatter` writes this; torch has no public way to read it.
 
     @property
-    def reduce_scatter(self) -> Any:
-        return self._group._reduce_scatter_comm
+    def reduce_scatter(self) -> object:
+        found: object = self._group._reduce_scatter_comm
+        return found
 
     @reduce_scatter.setter
-    def reduce_scatter(self, comm: Any) -> None:
+    def reduce_scatter(self, comm: object) -> None:
         self._group._reduce_scatter_comm = comm
 
 

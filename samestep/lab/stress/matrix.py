@@ -27,6 +27,7 @@ import samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.lab.common.provenance import versions
+from samestep.lab.stress.layouts import EVERY_LAYOUT
 from samestep.lab.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
 from samestep.launch import RanksFailed
 from samestep.launch.forked import run_forked
@@ -287,57 +288,60 @@ KINDS = replace(
 )
 LANE = GPTConfig(context=128, width=128, layers=16, heads=4, kv_heads=2, experts=8, expert_size=64)
 ROOMY_LANE = replace(LANE, capacity=4.0)
-SP = {"tp": 2, "sequence_parallel": True}
-EP_SAME = {"ep": 2, "ep_carries_data": False}
-OWN_TOKENS = {**SP, "ep": 2}
+# Meshes that are layouts of the harness are those.
+TP, SP, EP, EP_SAME, OWN_TOKENS, EP_PP, SP_PP, ALL_AXES = (
+    EVERY_LAYOUT[f"hybrid_{name}"].mesh
+    for name in (
+        "tp", "tp_sp", "ep", "ep_same_tokens", "tp_sp_ep", "pp_ep", "pp_tp_sp", "pp_tp_sp_ep",
+    )
+)  # fmt: skip
 WHOLE_EXPERTS = {**OWN_TOKENS, "expert_tensor_parallel": 1}
-EP_PP = {"ep": 2, "pp": 2}
 SAME_TOKENS = {**OWN_TOKENS, "ep_carries_data": False}
 ZERO2 = {"sharding": "zero2"}
 FLAT = {"sharding": "zero1", "buffers": "flat"}
 ROWS = (
-    Case("TP", 2, DENSE, {"tp": 2}),
+    Case("TP", 2, DENSE, TP),
     Case("TP, SP", 2, DENSE, SP),
-    Case("EP", 2, EXPERTS, {"ep": 2}),
+    Case("EP", 2, EXPERTS, EP),
     Case("EP, the same tokens", 2, EXPERTS, EP_SAME),
     Case("PP", 2, DENSE, {"pp": 2}),
     Case("FSDP2", 2, DENSE, {}),
     Case("HSDP", 4, DENSE, {"replicate": 2}),
     Case("TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}),
     Case("TP x EP, whole experts", 4, EXPERTS, WHOLE_EXPERTS),
-    Case("TP, SP x EP", 4, EXPERTS, {**SP, "ep": 2}),
+    Case("TP, SP x EP", 4, EXPERTS, OWN_TOKENS),
     Case("TP x PP", 4, DENSE, {"tp": 2, "pp": 2}),
-    Case("TP, SP x PP", 4, DENSE, {**SP, "pp": 2}),
-    Case("TP x FSDP2", 4, DENSE, {"tp": 2}),
+    Case("TP, SP x PP", 4, DENSE, SP_PP),
+    Case("TP x FSDP2", 4, DENSE, TP),
     Case("TP, SP x FSDP2", 4, DENSE, SP),
     Case("EP x PP", 4, EXPERTS, EP_PP),
-    Case("EP x FSDP2", 4, EXPERTS, {"ep": 2}),
+    Case("EP x FSDP2", 4, EXPERTS, EP),
     Case("PP x FSDP2", 4, DENSE, {"pp": 2}),
     Case("HSDP x TP", 8, DENSE, {"replicate": 2, "tp": 2}),
     Case("HSDP x EP", 4, EXPERTS, {"replicate": 2, "ep": 2}),
     Case("HSDP x PP", 8, DENSE, {"replicate": 2, "pp": 2}),
-    Case("TP, SP x EP x PP", 8, EXPERTS, {**SP, "ep": 2, "pp": 2}),
-    Case("TP, SP x EP x FSDP2", 8, EXPERTS, {**SP, "ep": 2}),
-    Case("TP x zero2", 4, DENSE, {"tp": 2}, shares=ZERO2),
+    Case("TP, SP x EP x PP", 8, EXPERTS, ALL_AXES),
+    Case("TP, SP x EP x FSDP2", 8, EXPERTS, OWN_TOKENS),
+    Case("TP x zero2", 4, DENSE, TP, shares=ZERO2),
     Case("TP, SP x flat zero1", 4, DENSE, SP, shares=FLAT),
     Case("TP, SP x none", 4, DENSE, SP, shares={"sharding": "none"}),
-    Case("EP x zero2", 4, EXPERTS, {"ep": 2}, shares=ZERO2),
+    Case("EP x zero2", 4, EXPERTS, EP, shares=ZERO2),
     Case("EP, the same tokens x zero2", 4, EXPERTS, EP_SAME, shares=ZERO2),
     Case("PP x zero2", 4, DENSE, {"pp": 2}, shares=ZERO2),
     Case("TP x PP x flat zero1", 8, DENSE, {"tp": 2, "pp": 2}, shares=FLAT),
-    Case("TP, SP x EP x zero2", 8, EXPERTS, {**SP, "ep": 2}, shares=ZERO2),
+    Case("TP, SP x EP x zero2", 8, EXPERTS, OWN_TOKENS, shares=ZERO2),
     Case("TP, SP x EP x zero2, whole experts", 8, EXPERTS, WHOLE_EXPERTS, shares=ZERO2),
     Case("LoRA, TP, SP x FSDP2", 4, DENSE, SP, lora=True),
     Case("LoRA, TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}, lora=True),
     Case("LoRA, PP x FSDP2", 4, DENSE, {"pp": 2}, lora=True),
-    Case("every kind of expert, EP x FSDP2", 4, KINDS, {"ep": 2}),
+    Case("every kind of expert, EP x FSDP2", 4, KINDS, EP),
     Case("every kind of expert, TP, SP x EP, recomputed", 4, KINDS, OWN_TOKENS, recompute=True),
     Case("every kind of expert, EP x PP, recomputed", 4, KINDS, EP_PP, recompute=True),
-    Case("TP, SP x PP, recomputed", 4, DENSE, {**SP, "pp": 2}, recompute=True),
+    Case("TP, SP x PP, recomputed", 4, DENSE, SP_PP, recompute=True),
     Case("TP, SP x FSDP2, compiled", 4, DENSE, SP, compile=True),
-    Case("TP, SP x PP, compiled", 4, DENSE, {**SP, "pp": 2}, compile=True),
+    Case("TP, SP x PP, compiled", 4, DENSE, SP_PP, compile=True),
     Case("grouped experts, TP, SP x FSDP2, compiled", 4, GROUPED, SP, compile=True),
-    Case("TP, SP x EP, compiled", 4, ROOMY, {**SP, "ep": 2}, compile=True),
+    Case("TP, SP x EP, compiled", 4, ROOMY, OWN_TOKENS, compile=True),
     Case("lane, 4 ranks", 4, LANE, SAME_TOKENS, 2),
     Case("lane, 4 ranks, own tokens", 4, ROOMY_LANE, OWN_TOKENS, 2),
     Case("lane, 4 ranks, own tokens, compiled", 4, ROOMY_LANE, OWN_TOKENS, 2, compile=True),

@@ -9,10 +9,10 @@ from functools import wraps
 from itertools import islice
 
 from samestep.layout.boxes import Box
+from samestep.plan import placement_plan
 from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import Holdings, Key, addends, copies
 from samestep.plan.sharding import ShardingPlan
-from samestep.shards.replicated import planned
 
 SOME = 64  # buckets of a plan that are compared: large plans have thousands
 
@@ -20,8 +20,8 @@ SOME = 64  # buckets of a plan that are compared: large plans have thousands
 def watch_plans():
     """Compare every plan from here on, as soon as it is made."""
     for module, name, compare in (
-        (planned, "plan_sharding", compare_buckets),
-        (planned, "plan_flat", compare_buckets),
+        (placement_plan, "plan_sharding", compare_buckets),
+        (placement_plan, "plan_flat", compare_buckets),
     ):
         setattr(module, name, _compared(getattr(module, name), compare))
 

@@ -2,12 +2,13 @@
 
     L <- b L + (1 - b) G G^T        R <- b R + (1 - b) G^T G        Q: their eigenvectors
     G' = Q_L^T G Q_R                m, v: Adam's averages of G' and G'^2
-    W <- W (1 - lr wd) - lr Q_L (m^ / (sqrt(v^) + eps)) Q_R^T
+    W <- W (1 - lr wd) - lr Q_L (m' / (sqrt(v) + eps)) Q_R^T,  m' = m sqrt(1 - b2^t) / (1 - b1^t)
 
 The eigenvectors are found once, and then every `precondition_frequency` steps improved by one step
 of power iteration and a QR decomposition; m turns with them, v is reordered. As in the authors'
-code the first step only looks at the gradient, m^ and v^ are corrected for their start, and L and R
-are not (`shampoo_beta=None` takes b from Adam's second one).
+code the first step only looks at the gradient, eps is added before m and v are corrected for their
+start, and L and R are not corrected (`shampoo_beta=None`: b is Adam's second beta). Weights decay
+before the step, in theirs after it, and in the first one too.
 
     import samestep
     from examples.rules.soap import SOAP

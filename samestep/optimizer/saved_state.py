@@ -79,14 +79,14 @@ class SavedState:
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
+        owned = _rules_of_owners(groups)
+        if owned and (plan.sharded or plan.distribution.state_dict_form != "part"):
+            raise _refuse_owned(part, owned)  # torch's checkpoints would take one rank's for all
         if plan.distribution.state_dict_form == "part":
             return LoadedState(state, part)
         alike = plan.are_alike()
         if alike and self._as_built and not has_state(state):
             return LoadedState(defaultdict(dict, _as_built(groups, plan.blocks, plan.masters)))
-        owned = _rules_of_owners(groups)
-        if owned:
-            raise _refuse_owned(part, owned)
         raise _refuse_part(part, plan.distribution.kept_by(), alike=alike)
 
     def consolidate(self, to: int | None, values: Callable[[], FullValues]) -> None:

@@ -1,7 +1,7 @@
 """Modules of other libraries, loaded from checkouts and run in the dtype of the test.
 
 SAMESTEP_PEERS is a folder with a checkout per library, each under the name of its repository:
-dion, nanochat, torchtitan, Megatron-LM, Emerging-Optimizers, DeepSpeed, Moonlight, Muon.
+dion, nanochat, torchtitan, Megatron-LM, Emerging-Optimizers, DeepSpeed, Moonlight, Muon, SOAP.
 
 Most orthogonalize in bfloat16 or insist on float32, where nothing can be told apart. So their
 source is read as it is but for the names of dtypes: `torch.bfloat16`, `torch.float16`,
@@ -29,6 +29,7 @@ NARROW = re.compile(r"torch\.(bfloat16|float16|float32)\b|\.(bfloat16|float)\(\)
 # Where each top-level package lies; packages whose own __init__ would import too much are bare.
 PACKAGES = {
     "muon": "Muon",
+    "soap": "SOAP",
     "toy_train": "Moonlight/examples",
     "nanochat": "nanochat",
     "dion": "dion",

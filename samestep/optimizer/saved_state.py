@@ -73,15 +73,15 @@ class SavedState:
             return LoadedState(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
             return self._consolidated
-        if plan.sharded and not all(own.values.keeps_all for own in plan.shared):
+        owned = _rules_of_owners(groups)
+        if owned and (plan.sharded or plan.distribution.state_dict_form != "part"):
+            raise _refuse_owned(part, owned)  # torch's checkpoints would take one rank's for all
+        if plan.sharded:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
-        owned = _rules_of_owners(groups)
-        if owned and (plan.sharded or plan.distribution.state_dict_form != "part"):
-            raise _refuse_owned(part, owned)  # torch's checkpoints would take one rank's for all
         if plan.distribution.state_dict_form == "part":
             return LoadedState(state, part)
         alike = plan.are_alike()

@@ -137,6 +137,7 @@ class OwnRules(ResumedMidrun):
         shapes = {
             "adam": (23, 9), "soap_0": (16, 12), "soap_1": (12, 12), "soap_fused": (24, 10),
             "ball_0": (16, 12), "ball_1": (8, 20), "ball_stack": (4, 10, 6), "ball_gaps": (6, 10),
+            "soap_stack": (4, 6, 5),
         }  # fmt: skip
         return Matrices(shapes)
 
@@ -146,7 +147,12 @@ class OwnRules(ResumedMidrun):
         groups = [
             {"params": ["adam"], "rule": "adamw"},
             {"params": ["soap_*"], "rule": "soap", **soap},
-            {"params": ["ball_*"], "rule": "muonh", **ball},
+            {"params": ["ball_[0sg]*"], "rule": "muonh", **ball},
+            {
+                "params": ["ball_1"],
+                "rule": "muonh",
+                "radius": 2.0,
+            },  # tells how large sums are
         ]
         return {**super().options(), "groups": groups}
 
@@ -158,7 +164,10 @@ class OwnRules(ResumedMidrun):
         return SetOptions("soap", rates), SetOptions("muonh", rates), SetOptions("adamw", rates)
 
 
-FAST = {2: ["one_process", "zero2_overlap", "fsdp2_parallel"], 4: ["one_process", "ep_tp_dp_zero2"]}
+FAST = {
+    2: ["one_process", "zero2_overlap", "fsdp2_parallel"],
+    4: ["one_process", "hsdp", "ep_dp_zero2"],
+}
 ALL = [name for name in EVERY_LAYOUT if not name.startswith(("xla", "hybrid"))]
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rivals --out benchmarks/results/rivals_cpu.json
 
-Every rule has three learning rates, the best of which counts; embeddings, norms and the head are
+Every rule has three or four learning rates, the best of which counts; embeddings, norms and the head are
 AdamW's at one rate in all runs, but where AdamW has everything. Runs start from the same weights
 and take turns in every step, in an order of that step, so that a busy machine slows all alike. Loss
 against time is loss after as many steps as fit in the time, by a run's median step.
@@ -29,10 +29,10 @@ from samestep.train.corpus import load_corpus, windows
 
 REST = 0.024  # of AdamW's parameters: the best of `examples.demo`
 RATES = {
-    "adamw": (0.012, 0.024, 0.048),
+    "adamw": (0.012, 0.024, 0.048, 0.096),
     "muon": (0.012, 0.024, 0.048),
     "muonh": (0.02, 0.04, 0.08),
-    "soap": (0.006, 0.012, 0.024),
+    "soap": (0.006, 0.012, 0.024, 0.048),
 }
 
 

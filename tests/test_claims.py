@@ -409,3 +409,13 @@ def test_times_of_plans():
     of_hosts, _ = errors("2_hosts")
     assert max(map(abs, of_hosts)) <= 0.25
     assert_said("docs/plan.md", f"{len(of_hosts)} of {len(of_hosts)} within 25%")
+
+
+def test_rivals_are_those_of_the_receipt():
+    from benchmarks.rivals import RATES, table  # with what draws pictures
+
+    found = result("rivals_cpu")
+    assert_said("docs/rules.md", *table(found).splitlines())
+    assert {(run["rule"], run["lr"]) for run in found["runs"]} <= {
+        (rule, rate) for rule, rates in RATES.items() for rate in rates
+    }

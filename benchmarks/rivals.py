@@ -2,10 +2,10 @@
 
     python -m benchmarks.rivals --out benchmarks/results/rivals_cpu.json
 
-Every rule has three or four learning rates, the best of which counts; embeddings, norms and the head are
-AdamW's at one rate in all runs, but where AdamW has everything. Runs start from the same weights
-and take turns in every step, in an order of that step, so that a busy machine slows all alike. Loss
-against time is loss after as many steps as fit in the time, by a run's median step.
+Every rule has three or four learning rates, the best of which counts; embeddings, norms and the
+head are AdamW's at one rate in all runs, but where AdamW has everything. Runs start from the same
+weights and take turns in every step, in an order of that step, so that a busy machine slows all
+alike. Times are of median steps.
 """
 
 import copy

@@ -29,9 +29,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Muon, Optimizer
 
 import samestep
+from benchmarks import run_script
 from samestep.lab.common.provenance import machine
 from samestep.lab.stress.foreign import FOREIGN, WORLDS, ForeignCase, ForeignResult, Grads, run_case
-from samestep.tooling.request import parse_flags
+from samestep.tooling.request import BadRequestError
 
 RATE, DECAY = 2**-7, 0.1
 torch.compiler.set_stance("force_eager")
@@ -277,7 +278,9 @@ def main(options: Options) -> None:
     use_checkouts(options.peers)
     missing = {row.checkout for row in ROWS if row.checkout} - HERE.keys()
     if missing:
-        sys.exit(f"--peers {options.peers} has no checkout of {' and '.join(sorted(missing))}")
+        raise BadRequestError(
+            f"--peers {options.peers} has no checkout of {' and '.join(sorted(missing))}"
+        )
     known = json.loads(options.receipt.read_text())["rows"] if options.only else {}
     for row in ROWS:
         if options.only in row.label:
@@ -364,4 +367,4 @@ def _findings(rows: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(parse_flags(Options, sys.argv[1:], "python -m benchmarks.foreign"))
+    run_script(main, Options)

@@ -15,17 +15,18 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
-from benchmarks import heading, load_line, slowest
+from benchmarks import heading, load_line, run_script, slowest
 from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, picture
+from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.launch.forked import run_forked
 from samestep.models.gpt import GPTConfig, MixtureOfExperts
@@ -45,12 +46,10 @@ FREE = Speed(0.0, float("inf"))
 class Options:
     """What to measure."""
 
-    tokens: int = 256
-    """Of a rank."""
+    tokens: Annotated[int, "of a rank"] = 256
     width: int = 256
     layers: int = 4
-    hidden: int = 512
-    """Channels of an expert, and as many of the shared one for each of `shared`."""
+    hidden: Annotated[int, "channels of an expert, and of each --shared of the shared one"] = 512
     shared: int = 2
     rounds: int = 8
     ranks: tuple[int, ...] = (2, 4)
@@ -209,11 +208,13 @@ def measure_modelled(
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(options.tokens, options.width, generator=generator, requires_grad=True)
     speeds = {"free": {"shared": FREE, "tensor": FREE}, **_calibrated(ways, x, link)}
-    samples: Samples = {(way, name): [] for way in ways for name in speeds}
-    for number in range(options.rounds):
-        turns = list(samples)
-        for way, name in turns if number % 2 else reversed(turns):
-            samples[way, name].append(_one(ways[way], x, link, speeds[name][way.kind])[0])
+
+    def turn(_: int, way: Way, name: str) -> Sample:
+        return _one(ways[way], x, link, speeds[name][way.kind])[0]
+
+    keys = [(way, name) for way in ways for name in speeds]
+    turns = {key: partial(turn, way=key[0], name=key[1]) for key in keys}
+    samples: Samples = in_rounds(turns, options.rounds)
     traces = {}
     for way in WAYS[:2]:
         kept = []
@@ -269,15 +270,14 @@ def measure_gloo(rank: int, options: Options) -> Samples:
     ways = {way: build(options, way) for way in WAYS}
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(options.tokens, options.width, generator=generator, requires_grad=True)
-    samples: Samples = {(way, GLOO): [] for way in ways}
-    for number in range(1 + 3 * options.rounds):
-        for way in WAYS if number % 2 else reversed(WAYS):
-            dist.barrier()
-            marks = run(ways[way], x, time.perf_counter)
-            whole = slowest(marks[-1][2] - marks[0][1])
-            if number:
-                samples[way, GLOO].append(Sample(whole, 0.0, 0.0))
-    return samples
+
+    def turn(_: int, way: Way) -> Sample:
+        dist.barrier()
+        marks = run(ways[way], x, time.perf_counter)
+        return Sample(slowest(marks[-1][2] - marks[0][1]), 0.0, 0.0)
+
+    turns = {(way, GLOO): partial(turn, way=way) for way in WAYS}
+    return in_rounds(turns, 3 * options.rounds, warmup=1)
 
 
 # --- rows of the receipt -------------------------------------------------------------------------
@@ -390,4 +390,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    run_script(main, Options)

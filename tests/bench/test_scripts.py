@@ -15,8 +15,10 @@ from benchmarks import (
     check,
     check_cost,
     checkpoint,
+    foreign,
     gpu_breakdown,
     gpu_training,
+    layer_overlap,
     offload,
     overlap,
     plan_tables,
@@ -31,6 +33,7 @@ from benchmarks import (
     two_ranks,
 )
 from samestep.rules import RULES
+from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Corpus
 from tests.ranks import run_forked
 from tests.soak import SOAK, twin
@@ -105,6 +108,11 @@ def test_checkpoint(tmp_path, capsys):
     assert ours > 0
 
 
+def test_foreign(tmp_path):
+    with pytest.raises(BadRequestError, match="has no checkout of "):
+        foreign.main(foreign.Options(peers=tmp_path, receipt=tmp_path / "a", table=tmp_path / "b"))
+
+
 @twin
 def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
     """Ranks are forked here: with torch imported afresh they take seconds to start."""
@@ -126,6 +134,14 @@ def test_gpu_training(tmp_path, capsys, monkeypatch):
     gpu_training.main(gpu_training.TrainingOptions(**small, steps=3, seeds=(0,), out=tmp_path))
     content = written(tmp_path, "training_gpu.json")
     assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
+
+
+@twin
+def test_layer_overlap(tmp_path, capsys):
+    small = {"tokens": 8, "width": 16, "layers": 1, "hidden": 8, "rounds": 2, "ranks": (2,)}
+    layer_overlap.main(layer_overlap.Options(**small, out=tmp_path))
+    rows = written(tmp_path, "layer_overlap.json")["rows"]
+    assert {row["name"] for row in rows} == {way.name for way in layer_overlap.WAYS}
 
 
 def test_offload(tmp_path, capsys):

@@ -91,6 +91,48 @@ def test_trainings_of_others():
     )
 
 
+def test_tables_of_trainings_of_others():
+    """Of each seed, in whichever receipt it came to its end."""
+    rows = []
+    for receipts in (("12", "12_third"), ("20", "20_more")):
+        seeds = [each for name in receipts for each in result(f"client_nanochat_{name}")["seeds"]]
+        for each in seeds:
+            both = {training["name"]: training for training in each["trainings"]}
+            if any(training["final_loss"] is None for training in both.values()):
+                continue
+            theirs, ours = both["nanochat"], both["ours"]
+            losses = f"{theirs['final_loss']:.4f} / {ours['final_loss']:.4f}"
+            ms = [training["optimizer_ms"]["median"] for training in (theirs, ours)]
+            rows.append(f"{losses} | {ms[0]:.2f} / {ms[1]:.2f} | {ms[1] / ms[0]:.2f} |")
+    assert len(rows) == 6
+    labels = {
+        "ours": "ours",
+        "dion": "dion",
+        "ours-adamw": "ours, AdamW alone",
+        "torch-adamw": "torch's AdamW, fused",
+    }
+    for each in result("client_llama")["contestants"]:
+        if each["name"] in labels:
+            ms = each["optimizer_ms"]["median"], each["iteration_ms"]["median"]
+            (loss,) = each["final_losses"]
+            rows.append(f"| {labels[each['name']]} | {loss:.3f} | {ms[0]:.2f} | {ms[1]:.1f} |")
+    assert_said("docs/gpu.md", *rows)
+
+
+def test_table_of_where_steps_on_several_ranks_go():
+    rows = []
+    for case in result("breakdown")["cases"]:
+        first = case["ranks"][0]
+        parts = " | ".join(
+            f"{first[f'{part}_ms'] / first['profiled_ms']:.0%}"
+            for part in ("elementwise", "products", "exposed")
+        )
+        ms = f"{first['ms']:.1f}" if first["ms"] < 100 else f"{first['ms']:.0f}"
+        rates = f"{first['tflops_computed']:.0f} | {first['tflops_plain']:.0f}"
+        rows.append(f"| {ms} | {parts} | {rates} |")
+    assert_said("docs/gpu.md", *rows)
+
+
 def test_state_on_the_host():
     found = {each["name"]: each for each in result("offload_gpu")["found"]}
     ms = {name: f"{1e3 * each['step']:.1f}" for name, each in found.items()}
@@ -189,6 +231,98 @@ def test_logits_of_qk_clip():
     assert_said("docs/qk_clip.md", *lines, said)
 
 
+STEPS = {
+    "ours": "ours, clipping on",
+    "ours-graph": "ours, CUDA graph",
+    "ours-float16": "ours, float16",
+    "ours-variance": "ours, variance reduction and cautious decay",
+    "dion-triton": "dion, Triton",
+    "nanochat": "nanochat, compiled",
+    "torch": "torch.optim.Muon + AdamW fused",
+}
+
+
+@pytest.mark.parametrize("name", ["step_all_peers", "step_gpt-2048", "step_gpt-1280"])
+def test_tables_of_steps(name):
+    for of_set in result(name)["sets"]:
+        digits = 2 if of_set["set"] == "gpt-1280" else 1
+        found = {each["name"]: each for each in of_set["contestants"]}
+        rows = []
+        for each in (found[key] for key in STEPS if key in found):
+            label = STEPS[each["name"]]
+            if (name, label) == ("step_all_peers", "ours, clipping on"):
+                label = f"`{of_set['set']}`, {label}"
+            ms, host = each["ms"]["median"], each["host_ms"]["median"]
+            row = f"| {label} | {ms:.{digits}f} | {host:.1f} | {each['times_ours']:.2f} |"
+            if "gaussian" in each and each["name"] in ("ours", "torch", "ours-float16"):
+                far = (each[kind]["distance"] for kind in ("gaussian", "power_law"))
+                row += f" {' / '.join(f'{distance:.2g}' for distance in far)} |"
+            rows.append(row)
+        alone = [
+            found[key] for key in ("ours-adamw", "ours-adamw-graph", "torch-adamw") if key in found
+        ]
+        if alone:
+            ms = " / ".join(f"{each['ms']['median']:.2f}" for each in alone)
+            host = " / ".join(f"{each['host_ms']['median']:.1f}" for each in alone)
+            rows.append(f"| AdamW alone: ours / CUDA graph / torch's fused | {ms} | {host} |")
+        assert_said("docs/gpu.md", *rows)
+
+
+def test_table_of_orthogonalization():
+    rows = []
+    for shape in result("orthogonalize")["shapes"]:
+        ms = medians(shape["contestants"])
+        size = " x ".join(map(str, shape["shape"]))
+        order = ("ours", "dion-triton", "torch-batched", "gram-torch")
+        cells = " | ".join(_three_digits(ms[key]) for key in order)
+        rows.append(f"| {size} | {cells} | {shape['lead']:.2f} |")
+    assert_said("docs/gpu.md", *rows)
+
+
+def _three_digits(ms):
+    return f"{ms:.{3 if ms < 1 else 2 if ms < 10 else 1}f}"
+
+
+def test_table_of_trainings():
+    rows = []
+    for label in ("kernels", "plain torch"):
+        found = result("training_gpu")["variants"][label]
+        losses = " ".join(f"{loss:.4f}" for loss in found["final_losses"])
+        mean_loss = f"{found['mean']:.4f} ± {found['standard_deviation']:.4f}"
+        ms = f"{found['iteration_ms']:.1f} | {found['optimizer_ms']:.1f}"
+        rows.append(f"| {label} | {losses} | {mean_loss} | {ms} | {found['optimizer_share']:.1%} |")
+    assert_said("docs/gpu.md", *rows)
+
+
+def test_table_of_what_has_changed_in_a_step():
+    """Of a table in plain text: a part of its lines."""
+    lines = (ROOT / "benchmarks" / "results" / "step_parts_gpu.txt").read_text().splitlines()
+    first, second = (
+        [re.split(r" {2,}", line.strip())[:2] for line in part.splitlines()]
+        for part in "\n".join(lines).split("gpt-1280, chosen")[0:2]
+    )
+    large, small = dict(filter(_has_two, first)), dict(filter(_has_two, second))
+    mirrored = "the last P A of a segment mirrored, with its residue"
+    begun, turned = large["both"], large["both, and the symmetric factor turned (Q^T X): as it is"]
+    before = large["as it was: P A whole, norm inside the step, Q X"], small["as it was"]
+    assert_said(
+        "docs/gpu.md",
+        f"| before | {before[0]} | {before[1]} |",
+        f"| the last `P A` of a segment mirrored | {large[mirrored]} | {small[mirrored]} |",
+        f"| and the norm begun ahead | {begun} | {small['both: as it is']} |",
+        f"| and `Q^T X` from 2048 rows on | {turned} | |",
+    )
+    less = [
+        1 - float(now) / float(then)
+        for now, then in zip((turned, small["both: as it is"]), before, strict=True)
+    ]
+    assert_said("docs/gpu.md", f"| less than before | {less[0]:.1%} | {less[1]:.1%} |")
+
+
+def _has_two(cells):
+    return len(cells) == 2
+
+
 def test_orthogonalization():
     leads = [shape["lead"] for shape in result("orthogonalize")["shapes"]]
     said = f"{min(leads):.2f} to {max(leads):.2f} times as fast, {geometric_mean(leads):.2f} in the"
@@ -198,6 +332,14 @@ def test_orthogonalization():
 
 def test_two_ranks():
     (contest,) = result("two_ranks_512")["contests"]
+    rows = []
+    for name, each in contest["contestants"].items():
+        median = each["median_ms"]
+        faster = f"{each['times_faster_than_best_peer']:.2f}"
+        faster = "" if name == "forward and backward" else f" {faster}"
+        name = name.replace("forward and backward", "forward and backward alone")
+        rows.append(f"| {name} | {median['iteration']:.0f} ({median['cpu']:.0f}) |{faster} |")
+    assert_said("docs/benchmarks.md", *rows)
     ours = contest["contestants"]["samestep flat zero1, fused, overlap"]
     theirs = contest["contestants"]["ZeRO fused, views"]
     sent = [f"{each['bytes_per_step_and_rank'] / 1e6:.0f} MB" for each in (ours, theirs)]

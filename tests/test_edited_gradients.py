@@ -131,6 +131,7 @@ def test_an_edit_of_what_was_reduced_is_an_error():
                 assert said == "at once", (kind, layout, name, said)
 
 
+@twin
 def test_gradients_that_nobody_edits_raise_no_alarm():
     """Not finite, all zeros, missing, and accumulated."""
 

@@ -188,6 +188,7 @@ def counted_matrices():
         yield count
 
 
+@twin
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (4,)] if SOAK else [(2, 2)])
 def test_orthogonalizations(shape):
     """One rank computes each block; if all gather, each of them does."""

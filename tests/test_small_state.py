@@ -19,7 +19,7 @@ from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.rules.converted import remainder_of
 from samestep.rules.stored import join_remainder, split_remainder
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 # A plain matrix, stacked experts, row blocks, blocks in each other's gaps (rows and columns), what
 # is too narrow for 8 bits, a table that is sliced, and a norm.
@@ -199,6 +199,7 @@ def loads_job(rank, path):
     return found
 
 
+@twin
 def test_checkpoints_load_into_every_format_and_go_on_to_the_bit(tmp_path, one_thread):
     model, opt = one_process("8bit", 2)
     samestep.save(tmp_path / "saved", model, opt)

@@ -4,8 +4,10 @@ import asyncio
 from pathlib import Path
 
 from examples import qk_clip
+from tests.soak import twin
 
 
+@twin
 def test_logits_that_grow_without_are_held_by_the_clip(tmp_path, capsys, monkeypatch):
     corpus = qk_clip.load_corpus(Path(asyncio.__file__).parent)  # all of the library takes long
     monkeypatch.setattr(qk_clip, "load_corpus", lambda: corpus)

@@ -16,7 +16,7 @@ from samestep.parallel.recompute import once, recompute, what_of
 from samestep.parallel.stack import Stack
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
 # Two of six experts are null, there is not room for all tokens, and something is random.
@@ -243,6 +243,7 @@ def _train(axes, again):
 
 
 # Of two axes at once: test_router_losses.py has "ep pp, recomputed".
+@twin
 @pytest.mark.parametrize(
     ("ranks", "meshes"), [(2, TWO_RANKS), *([(4, FOUR_RANKS)] if SOAK else [])]
 )

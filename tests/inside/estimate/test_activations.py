@@ -85,6 +85,7 @@ if SOAK:
     ]
 
 
+@twin
 def test_ranks_keep_what_is_foreseen():
     for (mesh, more, rows, length), found in run_cases(2, CASES, measured):
         config, degrees = GPTConfig(**{**vars(SMALL), **more}), Degrees(2, **mesh)

@@ -72,7 +72,7 @@ if SOAK:
     CASES += [(8, AllPresent, "fast"), (8, Clipped, "ordered"), (4, AllPresent, "fast")]
 
 
-@pytest.mark.parametrize(("world", "kind", "reduction"), some(CASES))
+@pytest.mark.parametrize(("world", "kind", "reduction"), some(CASES, every=3))
 def test_every_collective_of_every_layout_is_foreseen(world, kind, reduction):
     ranks = run_forked(world, counted, world, kind, reduction)
     for layout in chosen(world):

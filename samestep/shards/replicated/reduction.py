@@ -179,7 +179,8 @@ class BucketReductions:
                 continue
             if is_finite(values):  # but perhaps not in the dtype in which it travels
                 pieces = (at for at in self._plan.buckets[number].places() if at[0].param == index)
-                values = torch.cat([buffer[start : start + piece.size] for piece, start in pieces])
+                found = [buffer[start : start + piece.size] for piece, start in pieces]
+                values = torch.cat([buffer[:0], *found])  # of a shard there may be nothing here
                 when = f"in {buffer.dtype}, {when}"
             if not is_finite(values):
                 error = not_finite(self._name(index), self._rank, values, when)

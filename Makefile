@@ -143,13 +143,16 @@ $(XLA_STAMP): pyproject.toml
 	$(XLA_PY) -m pip install --quiet torch==2.9.0 torch_xla==2.9.0 -e ".[cli]" pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
-# 1000 steps of the classic scenarios on 1, 2, 4 and 8 devices, and the mutants.
+# 1000 steps of the classic scenarios on 1, 2, 4 and 8 devices, the hybrid meshes on 8, and the mutants.
 xla_receipts:
 	@$(XLA_HERE)
 	@$(MAKE) --no-print-directory $(XLA_STAMP)
 	for n in 1 2 4 8; do $(XLA_PY) -m samestep stress --device xla --world-size $$n --continue \
 		--scenario dist_adamw_muon,dist_adamw_muon_random --out out/xla_$$n && \
 		mkdir -p receipts/xla_$$n && cp out/xla_$$n/receipt.json receipts/xla_$$n/ || exit 1; done
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(XLA_PY) -m samestep stress --device xla --world-size 8 \
+		--scenario hybrid_gpt --steps 10 --sample-every 5 --continue --out out/xla_hybrid_8
+	mkdir -p receipts/xla_hybrid_8 && cp out/xla_hybrid_8/receipt.json receipts/xla_hybrid_8/
 	$(XLA_PY) -m samestep stress --device xla --mutants --out out/xla_mutants
 	mkdir -p receipts/xla_mutants && cp out/xla_mutants/receipt.json receipts/xla_mutants/
 

@@ -2,5 +2,15 @@
 
 from samestep.mesh.build import Mesh, build
 from samestep.mesh.degrees import AXES, Degrees, DegreesError
+from samestep.mesh.spmd import SpmdMesh, SpmdMeshError, build_spmd
 
-__all__ = ["AXES", "Degrees", "DegreesError", "Mesh", "build"]
+__all__ = [
+    "AXES",
+    "Degrees",
+    "DegreesError",
+    "Mesh",
+    "SpmdMesh",
+    "SpmdMeshError",
+    "build",
+    "build_spmd",
+]

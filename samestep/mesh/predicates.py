@@ -13,6 +13,7 @@ from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.comm.messages import gather_everywhere
 from samestep.mesh.build import Mesh
 from samestep.mesh.degrees import Degrees
+from samestep.mesh.spmd import SpmdMesh
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,51 @@ def trace(
     Raises:
         RanksDisagreeError: On every rank, naming the fact and the ranks that differ.
     """
-    known, seen = asdict(facts), dict(observed or {})
-    told = known | {f"seen.{name}": value for name, value in seen.items()}
     place = ",".join(map(str, mesh.coordinates.values()))
-    words = [f"rank={mesh.rank} mesh={mesh.name} at={place}"]
-    line = " ".join(words + [f"{name}={value}" for name, value in told.items()])
+    line, told = _line(f"rank={mesh.rank} mesh={mesh.name} at={place}", facts, observed)
     tell(line)
     of_ranks = {mesh.rank: (line, told)}
     if all(mesh.hosts):  # with torch's fake backend there is nobody to ask
         of_ranks = dict(enumerate(gather_everywhere((line, told), registry.of().handle)))
+    return _compared(mesh, facts, observed, of_ranks, "rank {}")
+
+
+def trace_program(
+    mesh: SpmdMesh,
+    facts: Predicates,
+    *,
+    observed: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """`trace` of one program for several devices, which all run the same code."""
+    devices = ",".join(map(str, mesh.devices))
+    line, told = _line(f"program mesh={mesh.name} devices={devices}", facts, observed)
+    tell(line)
+    return _compared(mesh, facts, observed, {0: (line, told)}, "the program")
+
+
+Told = dict[str, Any]
+
+
+def _line(start: str, facts: Predicates, observed: Mapping[str, Any] | None) -> tuple[str, Told]:
+    """What is told, in words and by name."""
+    told = asdict(facts) | {f"seen.{name}": value for name, value in (observed or {}).items()}
+    return " ".join([start, *(f"{name}={value}" for name, value in told.items())]), told
+
+
+def _compared(
+    mesh: Mesh | SpmdMesh,
+    facts: Predicates,
+    observed: Mapping[str, Any] | None,
+    of_ranks: Mapping[int, tuple[str, Told]],
+    who: str,
+) -> dict[str, Any]:
+    """What belongs in the receipt, if ranks share the facts and did what these say."""
+    known = asdict(facts)
     problems = _differences({rank: told for rank, (_, told) in of_ranks.items()})
     for rank, (_, told) in of_ranks.items():
         problems += [
-            f"rank {rank} has {name}={told[name]}, and did {name}={did}"
+            f"{who.format(rank)} has {name}={told[name]}, and did {name}={did}"
             for name in known
             if (did := told.get(f"seen.{name}", told[name])) != told[name]
         ]
@@ -92,7 +125,7 @@ def trace(
         "mesh": mesh.name,
         "degrees": asdict(mesh.degrees),
         "predicates": known,
-        "observed": seen,
+        "observed": dict(observed or {}),
         "ranks": [line for line, _ in of_ranks.values()],
     }
 

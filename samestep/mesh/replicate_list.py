@@ -9,7 +9,7 @@ The model and expert axes cut what a rank computes with. The data axis does not 
 gathers a parameter before it is used.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from samestep.layout.fused_rows import whole_name
 
 CUT_AXES = ("expert", "model")
+Cuts = Callable[[str, nn.Parameter], Iterable[tuple[str, int]]]
 FUSED = "fused projections"
 
 # Routing and whatever is sensitive to it, norms, recurrent state, adapters. Names as in common
@@ -81,26 +82,34 @@ class ReplicateList(NamedTuple):
                 return kind
         return None
 
-    def check(self, model: nn.Module, whole_shapes: Mapping[str, Size] | None = None) -> None:
+    def check(
+        self,
+        model: nn.Module,
+        whole_shapes: Mapping[str, Size] | None = None,
+        cuts_of: Cuts | None = None,
+    ) -> None:
         """Raise unless everything that is cut may be.
 
         Args:
             model: After it was laid out.
             whole_shapes: The shape of each parameter before (`shapes`), to find those that were
                 cut without being DTensors.
+            cuts_of: Gives the axes and dims by name and parameter, where no placements tell them:
+                in one program for several devices tilings do.
         """
         problems = []
         for name, param in model.named_parameters():
-            problems += [self._problem(name, param.dim(), *cut) for cut in cuts(param)]
+            found = cuts(param) if cuts_of is None else cuts_of(name, param)
+            problems += [self._problem(name, param.dim(), *cut) for cut in found]
             before = None if whole_shapes is None else whole_shapes.get(name)
             if before is not None and before != param.shape:
                 problems.append(
                     f"{name!r} was {tuple(before)} and is {tuple(param.shape)}: it was cut, and "
                     "is no DTensor that says how"
                 )
-        found = [problem for problem in problems if problem]
-        if found:
-            raise ReplicateListError("; ".join(found))
+        told = [problem for problem in problems if problem]
+        if told:
+            raise ReplicateListError("; ".join(told))
 
     def _problem(self, name: str, dims: int, axis: str, dim: int) -> str:
         """Why a cut is not allowed; empty if it is."""

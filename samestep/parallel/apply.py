@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from samestep.mesh import Mesh
-from samestep.mesh.degrees import nearest_multiples
+from samestep.mesh.degrees import Degrees, nearest_multiples
 from samestep.mesh.replicate_list import ReplicateList, ShardRule, cuts, shapes
 from samestep.parallel import data, replicas, router_losses, tensor
 from samestep.parallel.experts import TokenDispatch
@@ -52,13 +52,13 @@ def apply(
         were on modules of the plan before, "hooks_post" are there beyond what plan and FSDP2 need.
     """
     plan.check(model)
-    before = _hooks(model)
-    _refuse_stale(before, plan, model)
+    before = hooks_of(model)
+    refuse_stale(before, plan, model)
     rules = shard_rules(model, plan)
     check_fused(model, plan, mesh.degrees.tp)
     if mesh.degrees.tp > 1:
-        _refuse_experts_in_branches(model, plan)
-    _check_sizes(model, plan, rules, mesh)
+        refuse_experts_in_branches(model, plan)
+    check_sizes(model, plan, rules, mesh.degrees)
     replicas.require_same_values(model)
     whole = shapes(model)
     data.place_experts(model, plan, mesh)
@@ -68,7 +68,7 @@ def apply(
         tensor.check_all_named(model)
     if adapt is not None:
         adapt(model)
-    extra = {n: found - before.get(n, 0) - asked.get(n, 0) for n, found in _hooks(model).items()}
+    extra = {n: found - before.get(n, 0) - asked.get(n, 0) for n, found in hooks_of(model).items()}
     again = what_of(recompute)
     backend = compile if isinstance(compile, str) else "inductor"
     for _, block in plan.named(model, "blocks"):
@@ -104,9 +104,10 @@ def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
     return tuple(rules)
 
 
-def _check_sizes(model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], mesh: Mesh) -> None:
+def check_sizes(
+    model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], degrees: Degrees
+) -> None:
     """What is cut must have equal parts, and what shall be cut must be there."""
-    degrees = mesh.degrees
     if degrees.ep > 1 and not any(rule.axis == "expert" for rule in rules):
         raise PlanError(f"ep is {degrees.ep}, and the plan names no experts")
     if degrees.tp > 1 and not any(rule.axis == "model" for rule in rules):
@@ -129,7 +130,7 @@ def _check_sizes(model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], mes
             )
 
 
-def _refuse_experts_in_branches(model: nn.Module, plan: Plan) -> None:
+def refuse_experts_in_branches(model: nn.Module, plan: Plan) -> None:
     """Experts take the part of the stream that a rank has: inside of a branch it is whole."""
     for name, module in plan.named(model, "branches"):
         stacks = [stack for stack, _ in plan.stacks(model) if stack.startswith(f"{name}.")]
@@ -142,7 +143,7 @@ def _refuse_experts_in_branches(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _refuse_stale(hooks: Mapping[str, int], plan: Plan, model: nn.Module) -> None:
+def refuse_stale(hooks: Mapping[str, int], plan: Plan, model: nn.Module) -> None:
     stale = {name: hooks[name] for name in plan.modules(model) if hooks[name]}
     if stale:
         some = ", ".join(f"{name} has {count}" for name, count in list(stale.items())[:6])
@@ -161,7 +162,7 @@ def _refuse_unasked(extra: Mapping[str, int]) -> None:
         )
 
 
-def _hooks(model: nn.Module) -> dict[str, int]:
+def hooks_of(model: nn.Module) -> dict[str, int]:
     """How many hooks run before and after each module's forward. torch has no public count."""
     return {
         name: len(module._forward_pre_hooks) + len(module._forward_hooks)

@@ -13,7 +13,7 @@ this rank.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.degrees import nearest_multiples
 from samestep.parallel.recompute import once
+from samestep.xla.tiling import Tiling, laid
 
 Experts = Callable[..., Tensor]
 
@@ -75,6 +76,19 @@ class Places(NamedTuple):
         )
 
 
+class ProgramPlaces(NamedTuple):
+    """Where the tokens and experts of a dispatch are in one program for several devices.
+
+    groups: Parts of the tokens, each with room of its own at every expert.
+    tokens: How (groups, n, C) lies.
+    rows: How (E, groups, slots, C) lies.
+    """
+
+    groups: int
+    tokens: Tiling
+    rows: Tiling
+
+
 class TokenDispatch(nn.Module):
     """Gives every expert the tokens that chose it, and every token the mix of what they made.
 
@@ -82,14 +96,15 @@ class TokenDispatch(nn.Module):
         mixed = self.dispatch(tokens, chosen, weights, self.experts)
 
     `self.experts` is called as `experts(rows, counts)`: rows (n, C) lie by expert, `counts` of them
-    for each expert of this rank, a list. With a capacity it is called as `experts(rows)`, and rows
-    are (here, slots, C). It takes its stacks of matrices through `local`.
+    for each expert of this rank, a list. With a capacity, and on XLA, it is called as
+    `experts(rows)`, and rows are (here, slots, C). It takes its stacks of matrices through `local`.
 
     Args:
         experts: Of all ranks together.
         capacity: 0: experts take all that come, and sizes follow the data. Otherwise an expert has
             room for this multiple of an even share of each rank's tokens, sizes never change,
-            and what does not fit adds nothing and is counted in `overflow`.
+            and what does not fit adds nothing and is counted in `overflow`. On XLA, where sizes
+            cannot follow the data, 0 gives every expert room for all tokens.
         null: Further choices, with numbers from `experts` on, that add nothing and cost nothing:
             no row of theirs is computed or sent.
         device_counts: Give `counts` as a tensor, (here,), where all experts are on this rank and
@@ -114,6 +129,7 @@ class TokenDispatch(nn.Module):
         self.device_counts, self.overlap = device_counts, overlap
         self.gathered_experts = False  # by FSDP2, before they are called
         self.places = Places()
+        self.program: ProgramPlaces | None = None
         self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(
@@ -132,7 +148,8 @@ class TokenDispatch(nn.Module):
         tokens, chosen, weights = self._enter(tokens, chosen, weights)
         all_are_here = self.places.exchange is None and self.places.same_tokens is None
         early = beside if self.overlap and not torch.compiler.is_compiling() else None
-        if self.capacity:
+        sizes_are_fixed = self.program is not None or tokens.device.type == "xla"
+        if self.capacity or sizes_are_fixed:
             made = self._with_room(tokens, chosen, experts, early)
         elif self.device_counts and all_are_here and not self.null:
             made = self._all_are_here(tokens, chosen, experts)
@@ -245,41 +262,72 @@ class TokenDispatch(nn.Module):
     def _with_room(
         self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
     ) -> Tensor:
-        """The same with equal room for every expert; what does not fit makes zeros."""
-        flat = chosen.flatten()
-        slots = math.ceil(self.capacity * flat.numel() / (self.experts + self.null))
+        """The same with equal room for every expert; what does not fit makes zeros.
+
+        Tokens are in groups that each have room of their own: here in one, and in a program for
+        several devices in one for each part of the batch, (groups, n, C).
+        """
+        groups, active, channels = self._groups(len(tokens)), chosen.shape[1], tokens.shape[1]
+        each = len(tokens) // groups * active
+        tokens = self._laid(tokens.reshape(groups, each // active, channels), "tokens")
+        flat = chosen.reshape(groups, each)  # (groups, n K)
+        # Without a capacity for all that may come, since no token chooses an expert twice.
+        room = self.capacity * each / (self.experts + self.null) if self.capacity else each / active
+        slots = math.ceil(room)
         # How many came to the same expert before: its slot there.
         one_hot = torch.nn.functional.one_hot(flat, self.experts + self.null)
-        slot = (one_hot.cumsum(dim=0) - 1).gather(1, flat[:, None]).squeeze(1)
+        slot = (one_hot.cumsum(dim=1) - 1).gather(2, flat.unsqueeze(-1)).squeeze(-1)
         is_null = flat >= self.experts
         once(lambda: self.overflow.add_(((slot >= slots) & ~is_null).sum()))
         fits = (slot < slots) & ~is_null
         nowhere = self.experts * slots
-        place = torch.where(fits, flat * slots + slot, nowhere)  # (N K,)
+        place = torch.where(fits, flat * slots + slot, nowhere)  # (groups, n K)
         # Filled from a row of zeros where nobody is: reading has no duplicates to add up.
-        source = torch.full((nowhere + 1,), len(tokens), device=tokens.device)
-        token = torch.arange(len(flat), device=tokens.device) // chosen.shape[1]
-        source = source.scatter(0, place, token)[:-1]
-        rows = _with_zeros(tokens)[source].view(self.experts, slots, tokens.shape[1])
-        return _with_zeros(self._run_stacked(rows, experts, beside).flatten(0, 1))[place]
+        source = torch.full((groups, nowhere + 1), each // active, device=tokens.device)
+        token = torch.arange(each, device=tokens.device) // active
+        source = source.scatter(1, place, token.expand_as(place))[:, :-1]
+        rows = _taken(_with_zeros(tokens), source).view(groups, self.experts, slots, channels)
+        made = self._run_stacked(rows.transpose(0, 1), experts, beside).transpose(0, 1)
+        made = self._laid(made.reshape(groups, nowhere, channels), "tokens")
+        return _taken(_with_zeros(made), place).flatten(0, 1)
+
+    def _groups(self, tokens: int) -> int:
+        if self.program is None:
+            return 1
+        groups = self.program.groups
+        if tokens % groups:
+            sizes = " or ".join(map(str, nearest_multiples(groups, tokens)))
+            raise ValueError(
+                f"experts were given {tokens} tokens, which {groups} parts of the mesh cannot "
+                f"share evenly: take batches of {sizes} tokens"
+            )
+        return groups
+
+    def _laid(self, x: Tensor, what: Literal["tokens", "rows"]) -> Tensor:
+        """A value where the devices of a program need it; elsewhere it is there."""
+        return x if self.program is None else laid(x, getattr(self.program, what))
 
     def _run_stacked(self, rows: Tensor, experts: Experts, beside: "_Beside | None") -> Tensor:
-        """Transform (E, slots, C)."""
+        """Transform (E, groups, slots, C)."""
+        groups, slots, channels = rows.shape[1:]
         group, same = self.places.exchange, self.places.same_tokens
+        rows = self._laid(rows, "rows").flatten(1, 2)
         if group is not None:
             ranks = dist.get_world_size(group)
-            here, (_, slots, channels) = self.experts // ranks, rows.shape
+            here = self.experts // ranks
             rows = _swapped(rows, group, beside).view(ranks, here, slots, channels)
             made = experts(rows.transpose(0, 1).flatten(1, 2))  # (here, ranks slots, C)
             back = made.view(here, ranks, slots, channels).transpose(0, 1).flatten(0, 1)
-            return _swapped(back, group)
-        if same is not None:
+            made = _swapped(back, group)
+        elif same is not None:
             here = self.experts // same.size()
             first = here * same.get_local_rank()
             made = experts(rows[first : first + here])
             after = self.experts - first - here
-            return torch.nn.functional.pad(made, (0, 0, 0, 0, first, after))
-        return experts(rows)
+            made = torch.nn.functional.pad(made, (0, 0, 0, 0, first, after))
+        else:
+            made = experts(rows)
+        return self._laid(made.reshape(self.experts, groups, slots, channels), "rows")
 
 
 def _run(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -412,4 +460,12 @@ class _Wait(torch.autograd.Function):
 
 
 def _with_zeros(rows: Tensor) -> Tensor:
-    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+    """(groups, n, C) with a row of zeros behind those of each group."""
+    return torch.cat([rows, rows.new_zeros(len(rows), 1, rows.shape[2])], dim=1)
+
+
+def _taken(rows: Tensor, places: Tensor) -> Tensor:
+    """Of each group, (groups, n, C), the rows at its places, (groups, m)."""
+    if len(rows) == 1:
+        return rows[0][places[0]].unsqueeze(0)  # gradients that CUDA adds up in one order
+    return rows.gather(1, places.unsqueeze(-1).expand(-1, -1, rows.shape[2]))

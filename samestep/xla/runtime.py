@@ -49,6 +49,25 @@ def start(devices: int) -> torch.device:
     return device
 
 
+def spmd_devices() -> dict[int, str]:
+    """The devices of this SPMD program, by id, and the slice that each is in."""
+    reason = missing()
+    if reason is not None:
+        raise RuntimeError(f"a mesh of XLA devices cannot be made: {reason}")
+    import torch_xla.runtime as xr
+
+    if not xr.is_spmd():
+        raise RuntimeError(
+            "a mesh divides the devices of one program: call torch_xla.runtime.use_spmd() before "
+            "the first tensor is on XLA"
+        )
+    found = {}
+    for attributes in xr.global_runtime_device_attributes():
+        number = int(str(attributes["name"]).rpartition(":")[2])
+        found[number] = f"slice{attributes.get('slice_index', 0)}"
+    return dict(sorted(found.items()))
+
+
 def sync() -> None:
     """Run all that was asked for so far, as one program."""
     import torch_xla

@@ -32,6 +32,18 @@ class Tiling(NamedTuple):
         """On how many devices each tile is."""
         return len(self.devices) // math.prod(self.tiles)
 
+    @property
+    def tile_of(self) -> dict[int, tuple[int, ...]]:
+        """By device, which tile it has: its number along each dim."""
+        found = {}
+        for place, device in enumerate(self.devices):
+            number, tile = place // self.copies, []
+            for parts in reversed(self.tiles):
+                number, index = divmod(number, parts)
+                tile.append(index)
+            found[device] = tuple(reversed(tile))
+        return found
+
     def of_first_dim(self, dims: int) -> "Tiling":
         """The same devices, each with a part of the first dim of a tensor of `dims` dims."""
         return Tiling((len(self.devices), *(1,) * (dims - 1)), tuple(sorted(self.devices)))
@@ -140,6 +152,25 @@ def annotate(tensor: Tensor, tiling: Tiling) -> Tensor:
     cut = tuple(dim if parts > 1 else None for dim, parts in enumerate(tiling.tiles))
     xs.mark_sharding(tensor, mesh, cut)
     return tensor
+
+
+def laid(x: Tensor, tiling: Tiling) -> Tensor:
+    """The same value laid so, and its gradient, too; `x` itself stays where it is."""
+    moved: Tensor = _Laid.apply(x, tiling)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Laid(torch.autograd.Function):
+    """A clone that is annotated, in forward and backward: a tensor has one annotation only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tiling: Tiling) -> Tensor:
+        ctx.tiling = tiling
+        return annotate(x.clone(), tiling)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return annotate(grads[0].clone(), ctx.tiling), None
 
 
 @lru_cache(maxsize=1024)

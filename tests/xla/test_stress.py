@@ -29,6 +29,20 @@ def test_a_run(tmp_path):
     assert case["program"]["host_reads"] == 0
 
 
+HYBRID = ["--scenario", "hybrid_gpt", "--layout", "xla_hybrid_tp_sp_ep", "--world-size", "8"]
+
+
+@pytest.mark.xla
+def test_the_hybrid_mesh_of_eight_devices(tmp_path):
+    """Data, expert and model axes of two devices each, against the reference of one process."""
+    asked = [*HYBRID, "--device", "xla", "--steps", "3", "--sample-every", "1"]
+    assert cli.main(["stress", *asked, "--out", str(tmp_path)]) == 0
+    (case,) = json.loads((tmp_path / "receipt.json").read_text())["cases"]
+    assert [sample["max_abs_param_diff"] for sample in case["samples"]] == [0, 0, 0]
+    assert case["program"]["programs"] == 2  # the first step, and all others
+    assert case["program"]["host_reads"] == 0
+
+
 @pytest.mark.xla
 @pytest.mark.parametrize("name", XLA_MUTANTS)
 def test_every_mutant_is_caught_by_its_check(name):
@@ -38,7 +52,8 @@ def test_every_mutant_is_caught_by_its_check(name):
 
 
 def test_every_check_of_a_program_has_a_mutant():
-    assert {mutant.expected for mutant in XLA_MUTANTS.values()} == set(PROGRAM_CHECKS)
+    caught = {mutant.expected for mutant in XLA_MUTANTS.values()}
+    assert caught == {*PROGRAM_CHECKS, "contract", "plan"}
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ class Session:
         for name in names:
             usual = EVERY_SCENARIO[name].layouts or tuple(LAYOUTS)
             if self.device == "xla":
-                usual = LAYOUT_SETS["xla"]
+                usual = LAYOUT_SETS["xla_hybrid" if EVERY_SCENARIO[name].has_plan else "xla"]
             sets = {"all": usual, **LAYOUT_SETS}
             for layout in sets.get(options.layout, (options.layout,)):
                 is_long = name in LONG_SCENARIOS and layout in LONG_LAYOUTS

@@ -247,7 +247,7 @@ class Judge:
     def exact(self) -> bool:
         """Whether layouts must agree to the bit."""
         # Sums inside a layer have another order when it is cut, and XLA chooses its own.
-        anyhow = self.work.layout.parameters in ("hybrid", "spmd")
+        anyhow = self.work.layout.parameters in ("hybrid", "spmd", "spmd_hybrid")
         return self.work.case.reduction == "ordered" and not anyhow
 
     def add(self, ranks: Sequence[Sample]) -> SampleVerdict:

@@ -13,20 +13,22 @@ if TYPE_CHECKING:
     from samestep.lab.stress.scenario import Scenario
 
 # Where the parameters themselves are, by their kind in `shards.registry`.
-Whole = Literal["plain", "two_optimizers", "spmd"]
+Whole = Literal["plain", "two_optimizers", "spmd", "spmd_hybrid"]
 Parts = Literal["fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "copies", "hybrid", "fsdp2_alone"]
 KIND_OF: dict[str, str] = {
     **dict.fromkeys(get_args(Whole), "replicated"),
     **dict.fromkeys(get_args(Parts), "dtensor"),
 }
 
+PROGRAM_EACH = "ranks that compute different things would need a program each"
+
 
 @dataclass(frozen=True)
 class Layout:
     """Where parameters, gradients and state live: keywords of the optimizer.
 
-    mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`; of "copies", the sizes of the
-        axes that have parts.
+    mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`, of "spmd_hybrid" ones those of
+        `build_spmd`; of "copies", the sizes of the axes that have parts.
     parameters: `sharded_training` tells what the kinds are.
     one_process: all ranks' gradients are averaged and applied by a single process.
     turn: of "copies", how the first parameter is cut; the next ones are in the other ways.
@@ -54,7 +56,9 @@ class Layout:
             return "pairs of ranks with data of their own need an even number, four or more"
         if self.parameters == "spmd":
             return self._reason_against_program(scenario, world)
-        if self.parameters == "hybrid":
+        if self.parameters == "spmd_hybrid" and scenario.ranks_differ:
+            return PROGRAM_EACH
+        if self.parameters in ("hybrid", "spmd_hybrid"):
             return self._reason_against_mesh(scenario, world)
         least = prod(self.mesh.values()) if self.parameters == "copies" else 1
         if least > 2 and self.mesh_sizes(world)["data"] == world:
@@ -81,7 +85,7 @@ class Layout:
                 "a GradScaler reads on the host whether a step was taken, which no step here does"
             )
         if scenario.loop == "closed":
-            return "ranks that compute different things would need a program each"
+            return PROGRAM_EACH
         if scenario.accumulation == "synchronize":
             return "gradients are global as they come: there are no ranks to synchronize"
         return None
@@ -336,3 +340,14 @@ _MESHES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 for _name, _story, _mesh in _MESHES:
     register(Layout(f"hybrid_{_name}", _story, parameters="hybrid", mesh=_mesh), on_request=True)
+
+# The same meshes of one XLA program, which has no stages.
+_SPMD_HYBRID = tuple(
+    # Small as they are, copies share the state.
+    Layout(f"xla_hybrid_{n}", f"one XLA program: {story}", {"crossover": 1}, mesh, "spmd_hybrid")
+    for n, story, mesh in _MESHES
+    if "pp" not in mesh
+)
+for _layout in _SPMD_HYBRID:
+    register(_layout, on_request=True)
+LAYOUT_SETS["xla_hybrid"] = tuple(layout.name for layout in _SPMD_HYBRID)

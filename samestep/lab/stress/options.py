@@ -293,13 +293,15 @@ class Options:
     def _check_xla(self) -> None:
         """One program knows other layouts than ranks do."""
         on_xla = self.device == "xla"
-        of_xla = self.layout == "xla" or self.layout in LAYOUT_SETS["xla"]
+        sets = ("xla", "xla_hybrid")
+        layouts = [name for each in sets for name in LAYOUT_SETS[each]]
+        of_xla = self.layout in (*sets, *layouts)
         if of_xla and not on_xla:
             raise BadRequestError(f"--layout {self.layout} needs --device xla")
         if not on_xla:
             return
         if not of_xla and self.layout != "all":
-            known = ", ".join(LAYOUT_SETS["xla"])
+            known = ", ".join((*sets, *layouts))
             raise BadRequestError(
                 f"--layout {self.layout} is for ranks, and --device xla has one program for all "
                 f"devices; there is: all, {known}"

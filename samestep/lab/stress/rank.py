@@ -23,6 +23,7 @@ from samestep.lab.stress.training import Training, without_onednn
 from samestep.mesh.build import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
+from samestep.parallel.spmd import PartitionError
 from samestep.shards.state_store import PartsDisagreeError
 
 Patch = Callable[[], AbstractContextManager[object]]
@@ -32,6 +33,7 @@ CHECKS_BY_ERROR: dict[type[Exception], str] = {
     CollectiveError: "hang",
     ReplicasDifferError: "replicas",
     ReplicateListError: "contract",
+    PartitionError: "contract",
     DuplicateGroupError: "contract",
     PartsDisagreeError: "state",
     RanksDisagreeError: "plan",

@@ -170,8 +170,7 @@ class ForkedRanks:
         """Here, or in a process of its own: one that used autograd cannot fork ranks with a GPU."""
         if not self._on_gpu:
             return compute(None)
-        found: Result = run_forked(1, lambda _: compute(torch.device("cuda", 0)), timeout=600.0)[0]
-        return found
+        return in_own_process(compute, torch.device("cuda", 0))
 
     def _take_part(self, rank: int, works: Sequence[Work], mailbox: Mailbox) -> None:
         """Be a rank in all cases, one after the other."""
@@ -213,6 +212,14 @@ class ForkedRanks:
                 endings[rank] = _without_ending(report, step, note, rank)
         on_end(dict(sorted(endings.items())))
         return mailbox.ended + 1
+
+
+def in_own_process(
+    compute: Callable[[torch.device | None], Result], device: torch.device | None
+) -> Result:
+    """What a forked process computes."""
+    found: Result = run_forked(1, lambda _: compute(device), timeout=600.0)[0]
+    return found
 
 
 def shared_gpu(rank: int) -> torch.device:
@@ -365,6 +372,10 @@ class XlaDevices(ForkedRanks):
     """A process for every case, so that none finds the programs of another one compiled."""
 
     least_limit, processes = COMPILES, 1
+
+    def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
+        """In a process of its own: autograd that has run here knows no devices of XLA in forks."""
+        return in_own_process(compute, None)
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         for work in works:

@@ -89,6 +89,7 @@ class Scenario:
     churns: ClassVar[bool] = False  # memory is reused between launch and wait
     scales: ClassVar[bool] = False  # a GradScaler is in use
     starts_differ: ClassVar[bool] = False  # between ranks
+    ranks_differ: ClassVar[bool] = False  # in the layers that they run
     saves: ClassVar[bool] = False  # checkpoints: `begun_alone` and `goes_on`
     begun_alone: ClassVar[int] = 0  # steps that one process takes first, and saves for all ranks
     has_plan: ClassVar[bool] = False  # its model can be cut over a mesh: `stress.sharded_training`

@@ -12,7 +12,7 @@ copies              DTensors whose copies the optimizer averages: see `dtensor_t
 fsdp2_alone         begins with a mistake, which has to be refused on every rank; then it goes on as
                     one does it right, and has to end like all others. If nobody refuses the
                     mistake, it goes on with it, and a check has to find what comes of it
-spmd                one XLA program for all devices: see `xla_training`
+spmd, spmd_hybrid   one XLA program for all devices: see `xla_training`
 two_optimizers      begins with two optimizers on a copy of the model, which both want to reduce
                     inside of one backward; then one has all parameters
 """
@@ -20,7 +20,6 @@ two_optimizers      begins with two optimizers on a copy of the model, which bot
 import hashlib
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,13 +42,13 @@ from samestep.lab.stress.dtensor_training import (
 from samestep.lab.stress.layouts import Layout
 from samestep.lab.stress.models import GPT, named_params
 from samestep.lab.stress.scenario import Scenario
-from samestep.lab.stress.scenarios.hybrid import ConditionalGPT, HybridGPT
+from samestep.lab.stress.scenarios.hybrid import ConditionalGPT, HybridGPT, by_first_plan
 from samestep.lab.stress.training import Training
-from samestep.lab.stress.xla_training import XlaTraining
+from samestep.lab.stress.xla_training import XlaHybridTraining, XlaTraining
 from samestep.mesh import Mesh, build
-from samestep.mesh.replicate_list import ReplicateListError
 from samestep.models.gpt import mean_loss
 from samestep.optimizer.rule_optimizer import RuleOptimizer
+from samestep.parallel.plan import Plan
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 
@@ -204,15 +203,13 @@ class HybridTraining(DTensorTraining):
         return model
 
     def _cut(self, scenario: HybridGPT, mesh: Mesh) -> Stack:
-        """By the first plan that is not refused: the last has to be right."""
         ordered = self._distribution["reduction"] == "ordered"
-        *refused, right = scenario.plans()
-        for plan in refused:
+
+        def cut(plan: Plan) -> Stack:
             model = scenario.model_to_cut().to(self._device)
-            with suppress(ReplicateListError):
-                return Stack(model, plan, mesh, loss=mean_loss, ordered=ordered)
-        model = scenario.model_to_cut().to(self._device)
-        return Stack(model, right, mesh, loss=mean_loss, ordered=ordered)
+            return Stack(model, plan, mesh, loss=mean_loss, ordered=ordered)
+
+        return by_first_plan(scenario, cut)
 
     def _new_optimizer(self) -> RuleOptimizer:
         optimizer = self._stack.optimizer(**self.scenario.options(), **self._distribution)
@@ -260,6 +257,7 @@ TRAININGS: dict[str, type[Training]] = {
     "fsdp2_alone": FSDPAlone,
     "two_optimizers": TwoOptimizers,
     "spmd": XlaTraining,
+    "spmd_hybrid": XlaHybridTraining,
 }
 
 

@@ -2,10 +2,12 @@
 
 Every device stands for a rank: it is given the gradients that this rank would have, the program
 averages them, and devices hold parameters as the layout says (data: whole, with state in parts;
-fsdp: in parts; model: as tensor parallel leaves them).
+fsdp: in parts; model: as tensor parallel leaves them; hybrid: by the plan of a model, whose own
+forward runs).
 """
 
 from dataclasses import dataclass, field
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -13,8 +15,13 @@ from torch import Tensor, nn
 
 from samestep.lab.stress.models import named_params
 from samestep.lab.stress.scenario import Edit, Event
+from samestep.lab.stress.scenarios.hybrid import HybridGPT, by_first_plan
 from samestep.lab.stress.training import Training, rank_gradients
+from samestep.mesh import build_spmd
+from samestep.models.gpt import mean_loss
 from samestep.optimizer.rule_optimizer import RuleOptimizer
+from samestep.parallel.plan import Plan
+from samestep.parallel.spmd import SpmdStack
 from samestep.xla import runtime
 from samestep.xla.tiling import Tiling, annotate, lay
 
@@ -160,15 +167,15 @@ class XlaTraining(Training):
         all of what is not: small parameters', and what belongs to whole blocks.
         """
         runtime.sync()
-        devices, crossover = self.scenario.world, self.scenario.options().get("crossover", 1)
-        held, even = [0] * devices, 0.0
+        crossover = self.scenario.options().get("crossover", 1)
+        held, even = [0] * self.scenario.world, 0.0
         for param, entries in self.optimizer.state.items():
             for tensor in entries.values():
                 for place, part in enumerate(runtime.held_by(tensor)):
                     held[place] += part.numel() * part.element_size()
-                size = tensor.numel() * tensor.element_size()
                 shared = tensor.shape == param.shape and param.numel() >= crossover
-                even += size / devices if shared else size
+                elements = self._even_elements(param) if shared else tensor.numel()
+                even += elements * tensor.element_size()
         log = self.log_of_program
         return {
             "programs": log.programs,
@@ -177,6 +184,48 @@ class XlaTraining(Training):
             "state_bytes": max(held),
             "even_state_bytes": round(even),
         }
+
+    def _even_elements(self, param: Tensor) -> float:
+        """How much of a parameter's state a device has if nothing is padded."""
+        return param.numel() / self.scenario.world
+
+
+class XlaHybridTraining(XlaTraining):
+    """Forward and backward of a model that a plan has laid over the axes of a mesh.
+
+    The program is given what all ranks would read, and takes the mean over all of it.
+    """
+
+    def _new_model(self) -> nn.Module:
+        assert isinstance(self.scenario, HybridGPT)
+        scenario, mesh = self.scenario, build_spmd(**self.layout.mesh)
+
+        def cut(plan: Plan) -> SpmdStack:
+            model = scenario.model().to(self._device)
+            return SpmdStack(model, plan, mesh, loss=mean_loss)
+
+        self._stack = by_first_plan(scenario, cut)
+        self._names = {param: name for name, param in self._stack.model.named_parameters()}
+        self._stack.trace(tell=lambda line: None)  # raises if parameters lie otherwise
+        runtime.sync()
+        return self._stack.model
+
+    def _make_gradients(self, number: int) -> None:
+        assert isinstance(self.scenario, HybridGPT)
+        ranks = range(self.scenario.world)
+        tokens = torch.cat([self.scenario.tokens(number, rank) for rank in ranks])
+        self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def _even_elements(self, param: Tensor) -> float:
+        """As the plan cuts the parameter: there are fewer experts than devices that share them."""
+        tiling = self._stack.mesh.tiling(self._stack.specs[self._names[param]])
+        parts = tiling.without_copies(param.shape).tiles
+        return prod(ceil(size / cuts) for size, cuts in zip(param.shape, parts, strict=True))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """As each device sees them; raises if one lies otherwise than the plan says."""
+        self._stack.check()
+        return super().parameters()
 
 
 def _on_host(value: Any) -> Any:

@@ -5,8 +5,9 @@ And mistakes that have to be refused on every rank: `stress.sharded_training` ma
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from samestep.lab.stress.layouts import LAYOUTS_ON_REQUEST
 from samestep.lab.stress.scenario import RATES, Loop, Scenario, on_device_of, seeded
 from samestep.lab.stress.scenarios.patterns import FourPatternsRandom
 from samestep.mesh import Mesh
+from samestep.mesh.replicate_list import ReplicateListError
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, rotate
 from samestep.parallel.lora import add_lora
 from samestep.parallel.plan import Plan
@@ -98,11 +100,24 @@ class HybridGPT(Scenario):
         return model.loss(tokens[:, :-1], tokens[:, 1:])
 
 
+T = TypeVar("T")
+
+
+def by_first_plan(scenario: HybridGPT, cut: Callable[[Plan], T]) -> T:
+    """What cutting by the first plan gives that is not refused: the last one has to be right."""
+    *refused, right = scenario.plans()
+    for plan in refused:
+        with suppress(ReplicateListError):
+            return cut(plan)
+    return cut(right)
+
+
 class HybridConditional(HybridGPT):
     """Four ranks at a time leave layers out, so that those who exchange tokens do the same."""
 
     name = "hybrid_conditional"
     story = "the same, and layers that some ranks leave out, or all: nothing moves those"
+    ranks_differ = True
     layouts = (
         "one_process", "hybrid_tp", "hybrid_ep", "hybrid_tp_sp", "hybrid_tp_sp_ep",
         "hybrid_hsdp_tp_sp",

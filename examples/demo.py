@@ -110,7 +110,7 @@ class Run:
         start = time.perf_counter()
         loss = self.model.loss(inputs, targets)
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         before_optimizer = time.perf_counter()
         self.optimizer.step()
         end = time.perf_counter()
@@ -307,6 +307,16 @@ def closing_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def bits_of(nats: Any) -> Any:
+    """Losses in bits, from those in nats."""
+    return nats / math.log(2)
+
+
+def nats_of(bits: Any) -> Any:
+    """Losses in nats, from those in bits."""
+    return bits * math.log(2)
+
+
 def draw(summary: dict[str, Any]) -> bytes:
     """Draw the loss curves; return a PNG."""
     runs: dict[str, dict[str, Any]] = summary["runs"]
@@ -337,9 +347,7 @@ def draw(summary: dict[str, Any]) -> bytes:
     mark_steps_to_target(axes, summary)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per byte")
-    bits = axes.secondary_yaxis(
-        "right", functions=(lambda nats: nats / math.log(2), lambda bits: bits * math.log(2))
-    )
+    bits = axes.secondary_yaxis("right", functions=(bits_of, nats_of))
     bits.set_ylabel("bits per byte")
     parameters = sum(runs["AdamW"]["parameters_by_rule"].values())
     tokens = summary["asked"]["batch_size"] * summary["asked"]["context"]

@@ -102,40 +102,29 @@ class GroupChecks:
             )
         return before
 
-    def unchanged(self, groups: Sequence[Group]) -> bool:
-        """Whether all groups are as they were last found in order, and gradients are dense.
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise if a group or a gradient cannot be used; quick where nothing was set since.
 
-        A step is short beside full checks: this compares objects, shapes and dtypes.
+        A step is short beside full checks, so objects, shapes and dtypes are compared first.
         """
-        if not len(groups) == len(self._checked_options) == len(self._checked_params):
-            return False
         for index, group in enumerate(groups):
             options, checked = self._checked_options.get(index), self._checked_params.get(index)
-            if options is None or checked is None or len(group) != checked.keys:
-                return False
-            if not all(group.get(key, _UNSET) is value for key, value in options.items()):
-                return False
-            params = group.get("params", ())
+            if options is None or not _are_the_same(group, options):
+                self._check_options(index, group)
+                options = {k: group[k] for k in group if k not in ("params", "param_names")}
+                if is_constant(tuple(options.values())):
+                    self._checked_options[index] = options
+            params = group["params"]
             if not (
-                len(params) == len(checked.params)
+                checked is not None
+                and len(params) == len(checked.params)
                 and all(map(operator.is_, params, checked.params))
                 and [param.shape for param in params] == checked.shapes
                 and [param.dtype for param in params] == checked.dtypes
                 and {grad.layout for param in params if (grad := param.grad) is not None} <= STRIDED
             ):
-                return False
-        return True
-
-    def check(self, index: int, group: Group) -> None:
-        """Raise if a group or a gradient cannot be used."""
-        options = {k: group[k] for k in group if k not in ("params", "param_names")}
-        known = self._checked_options.get(index)
-        if known is None or not _are_the_same(options, known):
-            self._check_options(index, group)
-            if is_constant(tuple(options.values())):
-                self._checked_options[index] = options
-        self._check_parameters(index, group)
-        self._checked_params[index] = CheckedParameters.of(group)
+                self._check_parameters(index, group)
+                self._checked_params[index] = CheckedParameters.of(params)
 
     def _check_options(self, index: int, group: Group) -> None:
         self._checked_options.pop(index, None)
@@ -181,18 +170,16 @@ def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 class CheckedParameters(NamedTuple):
-    """Parameters of a group that were found to be in order, and how many keys the group had."""
+    """Parameters of a group that were found to be in order."""
 
     params: list[Tensor]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
-    keys: int
 
     @classmethod
-    def of(cls, group: Group) -> "CheckedParameters":
-        """The parameters of a group as they are now."""
-        params = list(group["params"])
-        return cls(params, [param.shape for param in params], [p.dtype for p in params], len(group))
+    def of(cls, params: Sequence[Tensor]) -> "CheckedParameters":
+        """The parameters as they are now."""
+        return cls(list(params), [param.shape for param in params], [p.dtype for p in params])
 
 
 def _check_parameter(name: str, param: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -215,8 +202,9 @@ def sparse_gradient(name: str) -> RuntimeError:
     )
 
 
-def _are_the_same(options: Group, checked: Group) -> bool:
-    """Whether nothing was set since."""
-    return options.keys() == checked.keys() and all(
-        value is checked[key] for key, value in options.items()
+def _are_the_same(group: Group, checked: Group) -> bool:
+    """Whether no option of a group was set since; `checked` has its options and nothing else."""
+    own = len(group) - ("params" in group) - ("param_names" in group)
+    return own == len(checked) and all(
+        group.get(key, _UNSET) is value for key, value in checked.items()
     )

@@ -52,15 +52,15 @@ class Adoption:
 
         Without other ranks it is raised.
         """
-        plan, watch = self._plan, self.watch
-        watch.steps += 1
-        try:  # a step is short beside these checks, so only what has changed is looked at
-            if (
-                watch.steps == watch.next_look
-                or not plan.checks.unchanged(groups)
-                or (plan.expects_no_group and has_process_group())
-            ):
-                self._check(groups, state)
+        plan = self._plan
+        try:
+            self._look_around(groups)
+            try:
+                plan.checks.check(groups)
+            except UnknownParameterError:
+                if not self.adopted(groups, state):
+                    raise
+                plan.checks.check(groups)
             if plan.ranks is None:
                 plan.local.look_at(groups, state)
         except (CollectiveError, RankProblemError):
@@ -71,14 +71,14 @@ class Adoption:
             return RankFailure(error)
         return None
 
-    def _check(self, groups: Sequence[Group], state: States) -> None:
-        """Raise before anything changes if a group or a gradient cannot be used."""
-        plan = self._plan
+    def _look_around(self, groups: Sequence[Group]) -> None:
+        """Raise before anything changes if the list of groups, or the model, is not what it was."""
+        plan, watch = self._plan, self.watch
         if plan.expects_no_group and has_process_group():
             refuse_late_group()
             plan.expects_no_group = False  # a group of this process alone
         plan.check_list(groups)
-        watch = self.watch
+        watch.steps += 1
         if watch.steps == watch.next_look:
             watch.look_at_model(groups, self._default_rule)
             shared_memory = plan.shared_memory(groups)
@@ -97,13 +97,6 @@ class Adoption:
                     names = (spec.name for spec in shared.plan.params)
                     if warn_of_ddp(zip(names, shared.params, strict=True)):
                         shared.expect_edits()
-        for index, group in enumerate(groups):
-            try:
-                plan.checks.check(index, group)
-            except UnknownParameterError:
-                if not self.adopted(groups, state):
-                    raise
-                plan.checks.check(index, group)
 
     @torch.no_grad()
     def adopted(self, groups: Sequence[Group], state: States) -> bool:

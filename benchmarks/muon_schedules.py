@@ -458,6 +458,7 @@ def run(options: Options) -> None:
     print("MB/s:", ", ".join(f"{name} {speed:.1f}" for name, speed in bandwidths.items()))
     receipt = {
         **heading("muon_schedules", options, load),
+        "ranks": options.ranks,
         "shape": asdict(shape),
         "ratios": dict(zip(LINKS, options.ratios, strict=True)),
         "megabytes_per_second": bandwidths,
@@ -491,7 +492,7 @@ def draw(folder: Path) -> None:
     }
     speed, shape = receipt["megabytes_per_second"]["middle"], receipt["shape"]
     about = (
-        f"{receipt['options']['ranks']} ranks under FSDP2, {shape['layers']} layers of width "
+        f"{receipt['ranks']} ranks under FSDP2, {shape['layers']} layers of width "
         f"{shape['width']}, a link of {speed:.0f} MB/s"
     )
     made = pictures(shown, about)

@@ -22,7 +22,7 @@ from torch import nn
 import samestep
 from benchmarks.hard_blocks import KINDS, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
-from benchmarks.survival import judge, largest_singular_value, main, upper_bounds
+from benchmarks.survival import Options, judge, largest_singular_value, main, upper_bounds
 from samestep.rules.basin import (
     TOLERANCE,
     as_table,
@@ -365,15 +365,10 @@ def test_the_emulation_is_what_the_kernels_compute():
 
 
 def test_the_battery_runs_and_fails_when_bounds_are_broken(tmp_path, monkeypatch, capsys):
-    arguments = [
-        "--seconds",
-        "0.4",
-        "--blocks",
-        "300",
-        "--only",
-        "polar-express gram kernels float16",
-    ]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    options = Options(
+        out=tmp_path, seconds=0.4, blocks=300, only="polar-express gram kernels float16"
+    )
+    assert main(options) == 0
     written = json.loads((tmp_path / "survival.json").read_text())
     assert [result["name"] for result in written["results"]] == [
         "polar-express gram kernels float16"
@@ -383,7 +378,7 @@ def test_the_battery_runs_and_fails_when_bounds_are_broken(tmp_path, monkeypatch
     monkeypatch.setattr(
         "benchmarks.survival.emulated", lambda blocks, *_, **__: torch.full_like(blocks, torch.nan)
     )
-    assert main([*arguments, "--out", str(tmp_path)]) == 1
+    assert main(options) == 1
     assert "out of bounds" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, compared with what is there, before anything is made of it."""
+"""Claims of a checkpoint about itself, checked before anything is made of them."""
 
 import stat
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def by_name(folder: Path, name: object) -> Path:
-    """The same where links are followed wherever they lead: caches of downloads consist of them."""
+    """The size of a file where links are followed: caches of downloads consist of them."""
     if not isinstance(name, str) or not all(map(_is_plain, name.split("/"))):
         raise ClaimError(f"it names {name!r:.80}, which leads out of {folder}")
     return folder / name
@@ -88,7 +88,7 @@ def check_box(name: str, shape: Sequence[int], box: Box) -> None:
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why boxes are not each element of a tensor once; "" if they are."""
+    """The reason why boxes are not each element of a tensor once; "" if they are."""
     wanted, there = prod(shape), sum(box.numel for box in boxes)
     if there != wanted:
         return f"{there} of its {wanted} elements"
@@ -147,7 +147,7 @@ def check_facts(content: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
 
 
 def _check_option(value: object, dtypes: Mapping[str, Any], levels: int) -> None:
-    """What `plain_options` makes: dicts are entries or a dtype."""
+    """Undo `plain_options`: dicts are entries or a dtype."""
     if levels == 0:
         raise ClaimError("options are nested too deep")
     inner: Sequence[object] = value if isinstance(value, list) else ()

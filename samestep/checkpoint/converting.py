@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` has written, or would write."""
+    """The report of what `convert` has written, or would write."""
 
     source: Path
     target: Path
@@ -146,7 +146,7 @@ def convert(
 
 
 def _part(source: Source, only: Part | None) -> Source:
-    """The same without the other part."""
+    """The report without the other part."""
     if only is None:
         return source
     kept = {
@@ -158,7 +158,7 @@ def _part(source: Source, only: Part | None) -> Source:
 
 
 def kind_of(path: Path) -> Kind:
-    """Whose checkpoint a folder or file is, by what is in it."""
+    """The library that has written a checkpoint, by what is in it."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if path.is_file():

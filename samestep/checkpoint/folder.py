@@ -136,7 +136,7 @@ class Unfinished:
             self.folder.rmdir()
 
     def _remove_leftovers(self) -> None:
-        """What killed saves have left; raises if somebody writes the same checkpoint."""
+        """Remove what killed saves have left; raises if somebody writes the same checkpoint."""
         now = (self.folder / OWNER).stat().st_mtime  # by the clock of the disk
         for path in self.path.parent.iterdir():
             if path == self.folder or not path.name.endswith((PARTIAL, REMOVED)):

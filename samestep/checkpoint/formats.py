@@ -100,7 +100,7 @@ def _name(rank: int) -> str:
 
 
 class LocalFiles(StoredCheckpoint):
-    """What some ranks have written, each by itself: who loads takes its own, others all.
+    """Parts that ranks have written each by itself: who loads takes its own, others all.
 
     Raises unless as many ranks are here, in the layout that it was saved in.
     """
@@ -135,7 +135,7 @@ class LocalFiles(StoredCheckpoint):
             self._refuse_holes()
 
     def _refuse_holes(self) -> None:
-        """Of what all ranks have, boxes may be in several of them, and none may be missing."""
+        """Check tensors of all ranks: boxes may be in several of them, and none may be missing."""
         with claims_of(self.folder / INDEX):
             for name, entry in self.tensors.items():
                 if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
@@ -222,7 +222,7 @@ def own_name(name: str) -> str:
 
 
 def open_checkpoint(folder: Path, here: Here | None = None) -> StoredCheckpoint:
-    """What is in a folder; for who is `here`, or all of it, to look at and to convert."""
+    """The contents of a folder, for who is `here`, or all of it, to look at and to convert."""
     with claims_of(folder):
         if not (folder / INDEX).is_file():
             return TorchFiles(folder, None)

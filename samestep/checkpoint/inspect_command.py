@@ -56,7 +56,7 @@ def run(options: Options) -> int:
 
 
 def contents(stored: StoredCheckpoint) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The record that `--json` prints."""
     content = {**UNKNOWN, **stored.content}
     parameters: dict[str, dict[str, Any]] = {}
     rules = {

@@ -33,7 +33,7 @@ from samestep.tooling.warn import some
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` has found. `extra` is what `save` was given."""
+    """The findings of `load`. `extra` is what `save` was given."""
 
     path: Path
     extra: Any
@@ -139,7 +139,7 @@ Entries = Mapping[str, TensorStorageMetadata]
 def surplus(
     wanted: Mapping[str, Tensor], stored: Entries, optional: frozenset[str] = frozenset()
 ) -> list[str]:
-    """What the checkpoint has of a model, or of an optimizer, that is not wanted here."""
+    """The names that a checkpoint has of a model, or of an optimizer, and that are not wanted."""
     parts = {name.split(".", 1)[0] for name in wanted}
     here = {name for name in stored if name.split(".", 1)[0] in parts}
     return sorted(name for name in here - wanted.keys() - optional if not _is_master(name))

@@ -220,7 +220,7 @@ def state_tensors(opt: RuleOptimizer, remainders: Remainders | None = None) -> T
 
 
 def _joined(tensors: Tensors) -> Tensors:
-    """The same with fused parameters whole: their parts, or what state these have, row after row.
+    """The tensors with fused parameters whole: their parts, or their state, row after row.
 
     A number, such as a count of steps, is the same of all parts.
     """
@@ -264,7 +264,7 @@ def tensors_of(
     opt: RuleOptimizer | None,
     remainders: Remainders | None = None,
 ) -> Tensors:
-    """Those of both, or of one of them; `remainders`: what `state_tensors` tells."""
+    """The tensors of both, or of one of them; `remainders`: what `state_tensors` tells."""
     if model is None and opt is None:
         raise CheckpointError(
             "there is nothing to save or load: give a model, an optimizer or both"

@@ -42,7 +42,7 @@ class Ranks(NamedTuple):
         return self.agreed(lambda: (act(), True))[0]
 
     def agreed(self, act: Callable[[], tuple[T, Answer]]) -> tuple[T, list[Answer]]:
-        """The same, and what every rank has answered beside its result."""
+        """Run `together`, and give what every rank has answered beside its result."""
         problem: Exception | None = None
         answer: Any = None  # of whoever has failed
         try:
@@ -60,11 +60,11 @@ class Ranks(NamedTuple):
         return result, [answer for _, answer in answers]
 
     def all_of(self, value: T) -> list[T]:
-        """What every rank gives, on every rank; for small things."""
+        """Gather a small object of every rank on every rank."""
         return self._told([value], partial(gather_everywhere, value))
 
     def to_first(self, value: T) -> list[T]:
-        """What every rank gives, on the first; nothing elsewhere."""
+        """Gather an object of every rank on the first; nothing elsewhere."""
         return self._told([value], lambda group: gather_on_first(value, group) or [])
 
     def from_first(self, values: list[T]) -> T:
@@ -72,7 +72,7 @@ class Ranks(NamedTuple):
         return self._told(values[0], partial(scatter_from_first, values))
 
     def _told(self, alone: T, tell: Callable[[dist.ProcessGroup], T]) -> T:
-        """What ranks tell each other, or `alone` where there is one."""
+        """Exchange objects between ranks, or give `alone` where there is one."""
         group = self.group
         return alone if group is None else attempt(self.task, group, lambda: tell(group.handle))
 
@@ -89,7 +89,7 @@ def _words(error: Exception) -> str:
 
 
 def plan_locally(state_dict: Mapping[str, Any], is_nested: bool) -> DefaultSavePlanner:
-    """What this rank could write: all that it holds."""
+    """The boxes that this rank could write: all that it holds."""
     planner = DefaultSavePlanner(flatten_state_dict=is_nested)
     planner.set_up_planner(dict(state_dict))
     planner.create_local_plan()
@@ -111,7 +111,7 @@ def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> Wri
 
 
 def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
-    """What each rank writes of that. Collective."""
+    """The boxes that each rank writes. Collective."""
     asked = ranks.to_first((planner.plan, dict(owners)))
     problem, answers = "", [(SavePlan([]), Metadata({}))] * ranks.size
     if ranks.rank == 0:

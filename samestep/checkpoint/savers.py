@@ -150,7 +150,7 @@ class Saver:
 
 
 def owner_in(file: Path) -> Owner | None:
-    """What an owner file says; None if it is none of ours."""
+    """The contents of an owner file; None if it is none of ours."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

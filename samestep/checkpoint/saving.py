@@ -34,7 +34,7 @@ from samestep.version import __version__
 
 
 class SaveRequest(NamedTuple):
-    """What is to be saved, and where."""
+    """A request to save: what, and where."""
 
     path: Path
     model: nn.Module | None
@@ -45,7 +45,7 @@ class SaveRequest(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank has to save."""
+    """The tensors that a rank has to save."""
 
     planner: DefaultSavePlanner | None  # None: there is a plan
     state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 
 
 def value_in(state_dict: Mapping[str, Any], item: WriteItem) -> Tensor:
-    """What a rank has now of a box."""
+    """The values that a rank has of a box now."""
     tensor: Pieces = state_dict[item.index.fqn]
     return tensor.__get_tensor_shard__(item.index)
 
@@ -127,7 +127,7 @@ def save(
 
 
 def look(request: SaveRequest, ranks: int) -> Seen:
-    """What this rank has to save, as views; raises if it cannot be saved."""
+    """The views of all that this rank has to save; raises if it cannot be saved."""
     if request.keep is not None and request.keep < 1:
         raise CheckpointError(f"keep must be at least 1, got {request.keep}")
     _check_json("extra", request.extra)
@@ -227,7 +227,7 @@ def give_up(unfinished: Unfinished | None, ranks: Ranks, error: BaseException) -
 
 
 def facts_of(name: str, ranks: int, groups: list[GroupFacts], extra: Any) -> dict[str, Any]:
-    """What the index says beside the tensors, in this order."""
+    """The facts that the index has beside the tensors, in this order."""
     return {
         WRITTEN_AS: name,
         "samestep": __version__,
@@ -404,7 +404,7 @@ _groups: "WeakKeyDictionary[dist.ProcessGroup, RankGroup]" = WeakKeyDictionary()
 
 
 def _staging_of(owner: object) -> HostCopies:
-    """That of an optimizer, or of a model without one; it lives as long as they do."""
+    """The saver of an optimizer, or of a model without one; it lives as long as they do."""
     if owner is None:
         return HostCopies()
     return _stagings.setdefault(owner, HostCopies())

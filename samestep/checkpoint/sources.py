@@ -1,4 +1,4 @@
-"""What is taken out of a checkpoint before anything is written: tensors under our names."""
+"""Sources: tensors of a checkpoint under our names, before anything is written."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Boxes = Iterable[tuple[Box, Values]]
 
 
 class SourceOptions(NamedTuple):
-    """What was said of a source beside its path."""
+    """The options of a source beside its path."""
 
     optimizers: Sequence[Path] = ()
     names: Names | None = None
@@ -90,7 +90,7 @@ class Collected:
         parts.boxes.update({one[0].offsets: one for one in boxes})
 
     def add_same(self, name: str, other: str) -> None:
-        """What is the same tensor as another one."""
+        """The names of tensors that are the same as another one."""
         self._found[name] = self._found[other]
 
     def add_step(self, name: str, count: Any, origin: str) -> None:

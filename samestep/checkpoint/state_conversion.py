@@ -46,7 +46,7 @@ class SecondRead(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """How a checkpoint is read into the tensors of here.
+    """A plan for reading a checkpoint into the tensors of here.
 
     tensors: what the checkpoint's values are read into, by name.
     optional: names that one side may have alone, since only its format needs them.
@@ -113,7 +113,7 @@ def plan_reads(
 def _format(
     values: Pieces | TensorStorageMetadata, scales: Pieces | TensorStorageMetadata | None
 ) -> str:
-    """What `state_dtypes` calls the format of some state."""
+    """The word of `state_dtypes` for the format of some state."""
     if scales is None:
         dtype = values.dtype if isinstance(values, Tensor) else values.properties.dtype
         return str(dtype).removeprefix("torch.")
@@ -127,7 +127,7 @@ def _shape(of: Pieces | TensorStorageMetadata) -> torch.Size:
 def _exchange_masters(
     wanted: Tensors, stored: Entries, with_remainder: Collection[str]
 ) -> tuple[set[str], list[SecondRead]]:
-    """Where dtypes differ, let parameters be read from stored master copies, or these from them.
+    """Let parameters be read from stored main parameters, or these from them, if dtypes differ.
 
     Changes `wanted`, and returns the names that have no counterpart then, and the second reads.
     """
@@ -165,7 +165,7 @@ def _put_edited(master: Tensor, weight: Tensor) -> None:
 
 
 def _both(one: Pieces, other: Pieces | None) -> Pieces:
-    """What is read into two tensors of the same shape."""
+    """Two tensors of the same shape that are read together."""
     held = [*one.held, *(() if other is None else other.held)]
     return Pieces(one.shape, one.dtype, one.device, held)
 
@@ -229,7 +229,7 @@ def _read_as(
 
 
 def _neighbours(shape: torch.Size, scales: torch.Size) -> int:
-    """How many elements of a row share a scale."""
+    """The number of elements of a row that share a scale."""
     return shape[-1] // max(1, scales[-1])
 
 

@@ -68,7 +68,7 @@ class CheckpointError(RuntimeError):
 
 
 class FileRange(NamedTuple):
-    """Where a box is stored."""
+    """The place where a box is stored."""
 
     file: str
     start: int
@@ -124,7 +124,7 @@ class StoredCheckpoint(StorageReader, abc.ABC):
         """The values of a box."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """What is read is the checkpoint that was opened."""
+        """Make sure that the checkpoint that is read is the one that was opened."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(dict(self.tensors))
@@ -132,7 +132,7 @@ class StoredCheckpoint(StorageReader, abc.ABC):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """It is open."""
+        """Note that the checkpoint is open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -149,7 +149,7 @@ class StoredCheckpoint(StorageReader, abc.ABC):
         return done(None)
 
     def read_item(self, item: ReadItem) -> Tensor:
-        """What of a stored box belongs into a box here."""
+        """The overlap of a stored box and a box here."""
         values = self.read(item.storage_index)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             values = values.narrow(dim, start, length)
@@ -169,7 +169,7 @@ def done(value: T) -> Future[T]:
 
 
 class WritePlan(NamedTuple):
-    """What this rank writes; on the first rank also what all of them write."""
+    """The plan of what this rank writes; on the first rank also of what all of them write."""
 
     held: list[WriteItem]  # before anything was left to others
     items: list[WriteItem]
@@ -282,7 +282,7 @@ def sync(path: Path) -> None:
 
 
 class Index(StoredCheckpoint):
-    """What the index of a checkpoint says; every file it names is there, in its size.
+    """The index of a checkpoint; every file that it names is there, in its size.
 
     So is every box, and boxes are all of each tensor. Those of one rank need not be (`alone`).
     """
@@ -370,7 +370,7 @@ def in_boxes(
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What the index of a checkpoint says, if this version can read it."""
+    """The index of a checkpoint, if this version can read it."""
     with claims_of(folder / INDEX):
         content = read_json(inside(folder, INDEX))
         found = content.get("format")
@@ -385,7 +385,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def claims_of(path: Path) -> Iterator[None]:
-    """What a file or folder claims is compared in here: errors name it, and say the way out."""
+    """Inside, errors about claims of a file or folder name it, and say the way out."""
     try:
         yield
     except (CheckpointError, MemoryError):

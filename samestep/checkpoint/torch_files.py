@@ -301,7 +301,7 @@ def _with_lists(value: Any) -> Any:
 
 
 class Place:
-    """Where an entry is in the files."""
+    """The place of an entry in the files."""
 
     relative_path: str
     offset: int
@@ -349,7 +349,7 @@ def _load_chunk(
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What torch says of a folder; every file that it names is there, and large enough."""
+    """The metadata that torch has of a folder; every file in it is there, and large enough."""
     path = folder / METADATA
     with claims_of(path):
         found = _unpickled(inside(folder, METADATA))

@@ -259,7 +259,7 @@ def gather_segments(
 
 
 def _gather_of(name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup) -> Transfer:
-    """What gathers segments between these ranks, where no plan says it."""
+    """The transfer that gathers segments between these ranks, where no plan says it."""
     on_cpu, uneven = segment.device.type == "cpu", is_nccl(group, segment.device)
     return gather_of(name, segment.dtype, sizes, on_cpu=on_cpu, uneven=uneven)
 

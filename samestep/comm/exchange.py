@@ -59,7 +59,7 @@ def _packed(hops: Sequence[Hop], held: Values, like: Tensor) -> Tensor:
 
 
 def _piece(hop: Hop, held: Values) -> Tensor:
-    """What travels of the box that this rank holds."""
+    """The part that travels of the box that this rank holds."""
     tensor = held[hop.key][hop.held]
     return tensor if hop.box == hop.held else tensor[hop.box.within(hop.held).slices]
 

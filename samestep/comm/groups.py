@@ -281,7 +281,7 @@ def fabric_of(
 
 
 def in_two_levels(group: RankGroup, per_host: int) -> RankGroup:
-    """The same ranks, column by column. All of them must call it: groups are made."""
+    """The ranks of a group, column by column. All of them must call it: groups are made."""
     hosts = group.size // per_host
     host, here = divmod(group.rank, per_host)
     inside = registry.of_members(group.members[host * per_host : (host + 1) * per_host])

@@ -42,7 +42,7 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> RankGroup:
 
 
 def shard_places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
-    """Which part each rank of a mesh has along each axis.
+    """The part that each rank of a mesh has along each axis.
 
     Not its coordinate: torch scatters, gathers and shards by the rank in an axis' process group,
     which is in the order of global ranks, however they are permuted in the mesh.
@@ -69,12 +69,12 @@ def shard_places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
 
 
 def place_here(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Which part this rank has along each axis."""
+    """The part that this rank has along each axis."""
     return shard_places(mesh)[dist.get_rank()]
 
 
 def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
-    """Who holds what; raises ValueError for a placement that cannot be supported."""
+    """The boxes of a mesh's ranks; raises ValueError for a placement that is not supported."""
     mesh = tensor.device_mesh
     cuts = [_cut(placement) for placement in tensor.placements]
     shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
@@ -103,7 +103,7 @@ def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
 def replicated_here(
     tensors: Sequence[DTensor], mesh: DeviceMesh, ranks: RankGroup, copy: int = 0
 ) -> ReplicatedHere | None:
-    """What is replicated along axes of a mesh; None: nothing.
+    """The parameters that are replicated along axes of a mesh; None: none is.
 
     ranks: those of all meshes that hold copies of all of it; `copy`: which of these meshes it is.
     """
@@ -124,7 +124,7 @@ def own_box(tensor: DTensor) -> Box:
 
 
 def box_in_forward(tensor: DTensor) -> Box:
-    """What this rank computes with: its part under tensor parallel.
+    """The box that this rank computes with: its part under tensor parallel.
 
     FSDP2 cuts a dim that is cut already into strided shards, which are together in forward.
     """
@@ -134,7 +134,7 @@ def box_in_forward(tensor: DTensor) -> Box:
 
 
 def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
-    """What this rank would hold if some axes of the mesh cut nothing."""
+    """The box that this rank would hold if some axes of the mesh cut nothing."""
     mesh = tensor.device_mesh
     cuts = [
         Cut() if axis in axes else _cut(placement)

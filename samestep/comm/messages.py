@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def gather_on_first(message: object, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """What every rank of a group gives, by rank, on its first; None on the others."""
+    """Gather an object of every rank on the first of a group, by rank; None on the others."""
     is_first = dist.get_rank(group) == 0
     gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
     dist.gather_object(message, gathered, group=group, group_dst=0)
@@ -14,7 +14,7 @@ def gather_on_first(message: object, group: dist.ProcessGroup | None = None) -> 
 
 
 def gather_everywhere(message: object, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of a group gives, by rank, on every rank."""
+    """Gather an object of every rank of a group, by rank, on all of them."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, message, group=group)
     return gathered

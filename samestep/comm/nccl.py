@@ -68,7 +68,7 @@ SHARES_GPUS, ALLOWS_SHARING = (2, 30, 0), "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def sharing_problem() -> str | None:
-    """Why NCCL would refuse several ranks on one GPU here, with the way out; None: it would not."""
+    """The reason why NCCL would refuse several ranks on one GPU, with the way out, or None."""
     found = library_version()
     if found is None:
         return "this torch has no NCCL"

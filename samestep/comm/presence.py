@@ -47,7 +47,7 @@ def presence_elements(params: int, replicated: Sequence[ReplicatedAlong] = ()) -
 
 
 class RankFailure(NamedTuple):
-    """Why a rank cannot take the step: its error, and the parameter it is about, if it is one.
+    """The reason why a rank cannot take the step: an error, and the parameter it is about.
 
     swapped: the names of parameters that were replaced here. Where they were on every rank there
         is no error, and `AllSwapped` is raised.
@@ -69,7 +69,7 @@ class RankProblemError(RuntimeError):
 
 
 class Intent(Protocol):
-    """What a rank is about to do with parameters that others hold too: the same on all of them."""
+    """The intent of a rank with parameters that others hold too: the same on all of them."""
 
     @property
     def digest(self) -> int:
@@ -104,7 +104,7 @@ class Call(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What ranks have said in a step, on its way from a GPU to the host."""
+    """The votes of all ranks in a step, on their way from a GPU to the host."""
 
     votes: Tensor
     passed: torch.cuda.Event
@@ -151,7 +151,7 @@ def _reason_of(
 
 
 def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> RankFailure:
-    """That a parameter is not what it was when plans were made; `now`: what it is."""
+    """The failure that a parameter is not as plans have it; `now`: what it is."""
     error = RuntimeError(
         f"parameter {name!r} {now}, on rank {group.members[group.rank]}: move and convert a model "
         "before its optimizer is built, or build that with deferred=True, which plans in the first "
@@ -226,7 +226,7 @@ def any_problem(
 
 
 class Drops(NamedTuple):
-    """Of every parameter: whether sums have gradients of a rank that were dropped, or that count.
+    """By parameter whether sums have gradients of a rank that were dropped, or that count.
 
     again: some came since, after their bucket was reduced.
     """
@@ -285,13 +285,13 @@ def agree_among(
 
 
 def sent_from(group: RankGroup, device: torch.device) -> torch.device:
-    """Where small messages lie: the host's memory, unless only the device's backend is there."""
+    """The device for small messages: the host, unless only the device's backend is there."""
     on_host = "cpu:" in str(dist.get_backend_config(group.handle))
     return torch.device("cpu") if on_host else device
 
 
 class ReplicatedHere(NamedTuple):
-    """What is replicated along the axes of a mesh, and in which line of each this rank is.
+    """Parameters replicated along the axes of a mesh, and the line of each that this rank is in.
 
     ranks: those that hold any of it. way_out: for whoever has given some of them no gradient.
     """
@@ -306,7 +306,7 @@ class ReplicatedHere(NamedTuple):
         return sum(each.elements for each in self.along)
 
     def votes(self, whole: Callable[[int, int], bool]) -> Tensor:
-        """What this rank says, (elements,); `whole`: whether a gradient is, along an axis."""
+        """The votes of this rank, (elements,); `whole`: whether a gradient is, along an axis."""
         found = [
             each.votes([whole(param, each.axis) for param in each.params], line, self.ranks.rank)
             for each, line in zip(self.along, self.lines, strict=True)
@@ -414,7 +414,7 @@ class PresenceAgreement:
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
 
     def _reason(self, said: Tensor, problem: RankFailure | None) -> str:
-        """Why the rank with a problem has it; "" where ranks hear of that in different steps."""
+        """The reason of the rank with a problem; "" where ranks hear of it in different steps."""
         code = int(said[-_CODES + 1]) >> 1 if self._waits else 0
         if not code or code & _SWAPPED:
             return ""

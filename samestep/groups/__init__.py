@@ -1,1 +1,1 @@
-"""What the user asked for: which rule each parameter follows, with which options."""
+"""The user's wishes: the rule of each parameter, and its options."""

@@ -42,7 +42,7 @@ def crossover_of(measurements: Sequence[Measurement]) -> int:
 def receipt(
     asked: Mapping[str, Any], ran: Mapping[str, Any], measurements: Sequence[Measurement]
 ) -> dict[str, Any]:
-    """What was asked, what ran, what was measured, and the verdict on it."""
+    """A measurement of the crossover: what was asked, what ran, and the verdict."""
     return {
         "kind": KIND,
         "format": FORMAT,

@@ -1,4 +1,4 @@
-"""Which ranks do what, and where state stays: what the user asked for, as one value."""
+"""The user's options about ranks, and about where state stays, as one value."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -196,7 +196,7 @@ class Distribution:
                 raise ValueError(why)
 
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
-        """What does not go together: whether it was given, and the error."""
+        """Combinations that are refused: whether one was given, and the error."""
         flat, alone = self.buffers == "flat", self.process_group is None
         yield (
             self.grad_dtype is not None and not hasattr(torch.Tensor, "grad_dtype"),
@@ -268,7 +268,7 @@ class Distribution:
     def bucket_policy(
         self, ranks: int, outer: int, device: torch.device, *, uneven: bool, levels: int = 1
     ) -> CollectivePolicy:
-        """How buckets travel between so many ranks, in so many groups that do the same."""
+        """The collectives of buckets between so many ranks, in so many groups that do the same."""
         frugal = ranks > 2 if self.buffers == "flat" else self.frees_gradients
         return CollectivePolicy(
             ranks,
@@ -293,19 +293,19 @@ class Distribution:
         return LEAST_ELEMENTS if device.type == "cpu" else FILLS_A_GPU
 
     def beside_dtensors(self) -> "Distribution":
-        """What "auto" means for plain parameters of a model that has DTensors."""
+        """The distribution for plain parameters of a model that has DTensors."""
         if self.sharding == "auto" and self.buffers == "per_parameter":
             return replace(self, sharding="none")
         return self
 
     def kept_by(self) -> str:
-        """Which option spreads state over ranks."""
+        """The option that spreads state over ranks, in words."""
         return (
             f"buffers={self.buffers!r}" if self.buffers == "flat" else f"sharding={self.sharding!r}"
         )
 
     def lines(self) -> list[str]:
-        """What all ranks must have alike, as text."""
+        """The options that all ranks must have alike, as lines of text."""
         # Each rank has its handles; what a state dict has, and when plans are made, is no plan.
         own = ("process_group", "outer_group", "stage_group", "state_dict_form", "deferred")
         names = [field.name for field in fields(self) if field.name not in own]

@@ -131,7 +131,7 @@ def _is_called_experts(parameter: NamedParameter) -> bool:
 def _of_stacks(
     members: Sequence[NamedParameter], routers: Sequence[NamedParameter]
 ) -> dict[str, Group]:
-    """Of one module of experts."""
+    """The shapes and forms of one module of experts."""
     stacks = [_Stack(p, p.name.removesuffix(".weight").rpartition(".")[2]) for p in members]
     owners = {owner for p in members for owner in p.owners}
     transposed = _declared(owners, "is_transposed")
@@ -154,7 +154,7 @@ def _of_stacks(
 
 
 def _declared(owners: Iterable[nn.Module], name: str) -> bool | None:
-    """What the class of the experts says of itself."""
+    """The layout that the class of the experts tells of."""
     said = {getattr(owner, name, None) for owner in owners}
     return next((value for value in said if isinstance(value, bool)), None)
 
@@ -186,7 +186,7 @@ def _seen_transposed(stacks: Sequence[_Stack], widths: set[int]) -> bool:
 
 
 def _flattened(parameter: NamedParameter, routers: Routers) -> dict[str, Group]:
-    """Of two dims, and still something of every expert: a vector, or matrices below each other."""
+    """Whether a tensor of two dims has something of every expert: vectors, or matrices below."""
     parts = parameter.name.split(".")
     own = {part for part in parts if EXPERTS.search(part)}
     if (

@@ -16,7 +16,7 @@ PART = 1 << 14  # elements that are converted to float64 at once
 
 
 class Look(NamedTuple):
-    """Where a gradient lay, how often it had been written to, and a digest of its values."""
+    """A look at a gradient: its address, its count of writes, and a digest of its values."""
 
     address: int
     written: int
@@ -46,7 +46,7 @@ def look(grad: Tensor, *, values: bool) -> Look:
 
 
 def _held(grad: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, which has no public name that is no part of autograd."""
+    """The local tensor of a DTensor, which has no public name outside of autograd."""
     held: Tensor = getattr(grad, "_local_tensor", grad)
     return held
 

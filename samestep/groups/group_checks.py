@@ -36,7 +36,7 @@ class UnknownParameterError(RuntimeError):
 
 
 class GroupChecks:
-    """What groups were when they were planned, and what the last step found in order.
+    """Groups as they were planned, and as the last step found them in order.
 
     hyperparameters: what rules read of them, as ranks compare it.
     """
@@ -158,7 +158,7 @@ class GroupChecks:
 
 
 def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Why groups cannot be updated, if one parameter is in them under several names."""
+    """The reason why groups cannot be updated: a parameter is in them under several names."""
     first: dict[Tensor, str] = {}
     for name, param in named:
         if first.setdefault(param, name) != name:
@@ -195,7 +195,7 @@ def _check_parameter(name: str, param: Tensor, shape: torch.Size, dtype: torch.d
 
 
 def sparse_gradient(name: str) -> RuntimeError:
-    """What is said of a parameter that has one."""
+    """The error of a parameter with a sparse gradient."""
     return RuntimeError(
         f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
         "embedding with sparse=False"

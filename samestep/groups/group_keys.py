@@ -34,7 +34,7 @@ ALGORITHMS = ("muon", "normuon", "adamw", "adam", "lion", "dion", "dion2", "sgd"
 
 
 class Peer(NamedTuple):
-    """What another library calls an option, and how it is said here."""
+    """The name of an option in another library, and how it is said here."""
 
     whose: str
     here: str
@@ -143,7 +143,7 @@ def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[st
 
 
 def why_not_this_way(key: str, value: Any) -> str | None:
-    """Why a step is not computed as a keyword of torch asks for; None: it asks for nothing."""
+    """The reason why a step is not computed as a keyword of torch asks; None: it asks nothing."""
     return WAYS_OF_TORCH.get(key) if value is True else None
 
 
@@ -217,7 +217,7 @@ def refuse_lost_keys(group: Mapping[str, Any], *, made: bool = False) -> None:
 
 
 def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
-    """Why a rule would not read a key that we know, and what to write instead.
+    """The reason why a rule would not read a key that we know, and what to write instead.
 
     None: it reads it, or nobody knows it. Of no rule only the spellings of others are told.
     """
@@ -244,7 +244,7 @@ def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
 
 
 def said_here(key: str, value: Any = ...) -> str | None:
-    """How a spelling of another library is said here; None if it is none, or asks for nothing."""
+    """The way to say a spelling of another library here; None if it is none, or asks nothing."""
     peer = PEERS.get(key)
     if peer is None:
         return None

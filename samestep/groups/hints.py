@@ -1,4 +1,4 @@
-"""What a keyword that nobody knows most likely means.
+"""Hints: the most likely meaning of a keyword that nobody knows.
 
 A near match of letters alone misleads: "norm_lr" is closer to "norm_factor" than to the learning
 rate of norms. By letters only typos are told, and the rest word by
@@ -56,7 +56,7 @@ TYPO = 0.85  # how alike letters have to be
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """What to write in place of a keyword, as the end of a message; "" if nothing fits."""
+    """Advice on what to write in place of a keyword, to end a message; "" if nothing fits."""
     if WORDS.get(name) in known:
         return f"; did you mean {WORDS[name]!r}?"
     typo = difflib.get_close_matches(name, known, n=1, cutoff=TYPO)

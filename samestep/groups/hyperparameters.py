@@ -58,7 +58,7 @@ class Constants(NamedTuple):
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> "Constants":
-        """Those of a group."""
+        """The hyperparameters of a group."""
         text = tuple(repr(_normal(value)) for value in values)
         digest = blake2b(repr(text).encode(), digest_size=_DIGEST).digest()
         return cls(values, text, digest, is_constant(values))
@@ -83,7 +83,7 @@ class GroupNumbers(NamedTuple):
 
 
 class Hyperparameters(NamedTuple):
-    """Those of some groups, and of the step itself.
+    """The hyperparameters of some groups, and of the step itself.
 
     digest: of all that the host knows.
     on_device: the numbers that it does not know, 0-D.
@@ -97,7 +97,7 @@ class Hyperparameters(NamedTuple):
     call: str = "step()"
 
     def of_call(self, call: str) -> "Hyperparameters":
-        """The same, read in another call that all ranks make together."""
+        """These hyperparameters, read in another call that all ranks make together."""
         digest = blake2b(call.encode(), digest_size=_DIGEST).digest()
         other = int.from_bytes(digest, "little", signed=True)
         return self._replace(digest=self.digest ^ other, call=call)
@@ -145,7 +145,7 @@ class HyperparameterReader:
     def read(
         self, groups: Sequence[Group], indices: tuple[int, ...], inverse_scale: Tensor | None
     ) -> Hyperparameters:
-        """Those of the groups at `indices`; `inverse_scale`: of a GradScaler, if one is in use."""
+        """Read the groups at `indices`; `inverse_scale`: of a GradScaler, if one is in use."""
         precision = torch.get_float32_matmul_precision()
         last = self._last.get(indices)
         if last is not None and inverse_scale is None and last.precision == precision:

@@ -308,7 +308,7 @@ class GradientEdits:
         return bool(times) and all(times.values())
 
     def _writes(self, index: int, seen: Look) -> int:
-        """How often a gradient was written to since backward was done with it."""
+        """The number of writes to a gradient since backward was done with it."""
         grad = self._params[index].grad
         if grad is None or grad.layout != torch.strided:
             return 0
@@ -336,7 +336,7 @@ def _remember_ddp(module: nn.Module, _: str, __: nn.Module | None) -> None:
 
 
 def find_ddp() -> None:
-    """Those that are there already; none can be without a process group."""
+    """The DDP modules that are there already; none can be without a process group."""
     if has_process_group():
         _ddp_modules.update(instances_of(with_subclasses(DistributedDataParallel)))
 
@@ -375,7 +375,7 @@ def averages_with_ddp(params: object) -> bool:
 
 
 def _tensors_in(params: object) -> list[Tensor]:
-    """Of parameters, (name, parameter) pairs or groups of either, in lists."""
+    """The parameters in lists of parameters, (name, parameter) pairs or groups of either."""
     if isinstance(params, Tensor):
         return [params]
     if isinstance(params, Mapping):

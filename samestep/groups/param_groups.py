@@ -88,7 +88,7 @@ class ParamGroup(dict[str, Any]):
         raise KeyError(key)
 
     def _own_momentum(self) -> str | None:
-        """Which of the two keys the rule reads; None: neither, or both."""
+        """The one of two keys that the rule reads; None: neither, or both."""
         name = self.get("rule")
         rule = RULES.get(name) if isinstance(name, str) else None
         keys = [key for key in ("momentum", "betas") if rule is not None and key in rule.defaults]
@@ -212,7 +212,7 @@ def options_of(group: Mapping[str, Any]) -> Group:
 
 
 def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """How two sets of options differ in what decides blocks and state; "" if they do not.
+    """The difference of two sets of options in what decides blocks and state; "" if none.
 
     Blocks and state are made at construction, so these options may not change afterwards.
     """
@@ -356,7 +356,7 @@ def refuse_lost_formats(group: Mapping[str, Any], rules: Iterable[str]) -> None:
 
 
 def _state_keys(rule: Rule) -> set[str]:
-    """What a rule may keep, whatever its options."""
+    """The state that a rule may keep, whatever its options."""
     options = dict(rule.defaults)
     keys = set(rule.state_shapes((0, 0), options))
     return keys | set(rule.state_shapes((0, 0), {**options, "amsgrad": True}))

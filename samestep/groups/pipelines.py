@@ -40,7 +40,7 @@ class PipelineStages:
         return {param for stage in stages for param in _params(stage)}
 
     def edits(self) -> dict[Tensor, int | None]:
-        """How often schedules write to the gradient of a parameter after its last backward hook.
+        """The number of writes of a schedule to a gradient after its last backward hook.
 
         Once if they divide it by the number of micro-batches. None: nobody knows, where backward of
         weights comes by itself (ZeroBubble), which calls no hooks.

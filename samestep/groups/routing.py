@@ -73,7 +73,7 @@ class NamedParameter(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a parameter is in its model, and how that was seen."""
+    """The role of a parameter in its model, and how that was seen."""
 
     name: str
     reason: str
@@ -333,7 +333,7 @@ def _guessed(
     recipe: Mapping[str, Mapping[str, Any]],
     asked: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Group]:
-    """What experts and routers look like, unless a recipe or an override says what they are.
+    """The looks of experts and routers, unless a recipe or an override says what they are.
 
     An override that says the same leaves them their role, and with it the options of that role.
     """

@@ -1,4 +1,4 @@
-"""How state is kept and where it stays, as flags of commands, in the words of the optimizer.
+"""Flags of commands for how state is kept and where it stays, in the optimizer's words.
 
 Commands have the types as those of their flags, and give what is read to the optimizer.
 """

@@ -1,4 +1,4 @@
-"""How an optimizer takes its steps: what the user asked for, as one value."""
+"""The user's options about steps, as one value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class StepOptions:
         return tuple(sorted(self.max_grad_norm)) if isinstance(self.max_grad_norm, Mapping) else ()
 
     def lines(self) -> list[str]:
-        """What all ranks must have alike, as text."""
+        """The options that all ranks must have alike, as lines of text."""
         return [
             f"master_weights = {bool(self.master_weights)}",
             limit_text(self.max_grad_norm).replace("=", " = ", 1),

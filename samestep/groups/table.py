@@ -115,7 +115,7 @@ def _row(
 
 
 class Kept(NamedTuple):
-    """How the state of a parameter is kept, in the words of `state_dtypes`, by key.
+    """The formats of a parameter's state by key, in the words of `state_dtypes`.
 
     wide: 8 bits were asked for some of it, which stays as wide as it is computed.
     """
@@ -153,7 +153,7 @@ def state_lines(
     master_weights: bool,
     offload: str | None,
 ) -> list[str]:
-    """Of all parameters: where state stays, what stays wide, and what words mean; [] as usual."""
+    """Lines on where state stays, what stays wide, and what words mean; [] as usual."""
     named = [
         (name, kept_of(param, group, blocks.get(param), master_weights=master_weights))
         for group, name, param in members(groups)

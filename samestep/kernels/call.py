@@ -1,4 +1,4 @@
-"""What launches are told: tables of addresses, the step, and how tiles are cut.
+"""The arguments of launches: tables of addresses, the step, and how tiles are cut.
 
 With a table of addresses one launch works on many tensors where they lie.
 """
@@ -51,7 +51,7 @@ def tiled(codes: int = 0, *, turned: bool = True) -> dict[str, Any]:
 
 
 def tiles(rows: int, cols: int, cut: Mapping[str, Any]) -> int:
-    """How many of them a matrix has."""
+    """The number of tiles of a matrix."""
     found: int = -(-rows // cut["ROWS"]) * -(-cols // cut["COLS"])
     return found
 
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
     @property
     def momentum(self) -> dict[str, Any]:
-        """What kernels that compute directions are told of momentum."""
+        """The arguments about momentum of kernels that compute directions."""
         return {
             "mu": self.scalars["momentum"],
             "factor": self.factor,
@@ -96,7 +96,7 @@ class Gradients(NamedTuple):
 
 
 class AddressSource(Protocol):
-    """Where tables on the device get their addresses from while a graph is recorded."""
+    """Let tables on the device get their addresses from slots while a graph is recorded."""
 
     def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
         """(rows, columns), filled before the graph runs."""
@@ -117,7 +117,7 @@ def addresses_from(source: AddressSource) -> Iterator[None]:
 
 
 class Table:
-    """Where tensors begin: rows of addresses on their device, (rows, tensors)."""
+    """A table of where tensors begin: rows of addresses on their device, (rows, tensors)."""
 
     def __init__(self, rows: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = rows
@@ -143,7 +143,7 @@ class Table:
 
 
 class Origins:
-    """Where tensors lie in whole ones, and the seeds of their names, for random rounding.
+    """A table of where tensors lie in whole ones, and of seeds, for random rounding.
 
     (tensors, 4): the index of the first element, how long runs of neighbours are, from one such
     run to the next (0: there is only one), and the seed. `places` tells kernels what they may leave
@@ -169,7 +169,7 @@ class Origins:
 
 
 def codes_per_scale(state: State, key: str) -> int:
-    """How many codes share a scale."""
+    """The number of codes that share a scale."""
     return state[key].numel() // state[key + SCALE_SUFFIX].numel()
 
 
@@ -192,7 +192,7 @@ def _last_index(origin: Origin, shape: Sequence[int]) -> int:
 
 
 def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """What a function launches, as a graph, and what it gives; nothing runs yet.
+    """Record what a function launches as a graph; gives it and the result. Nothing runs yet.
 
     Not by `torch.cuda.graph`, which waits for the device first.
     """

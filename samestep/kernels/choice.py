@@ -26,7 +26,7 @@ settled: dict[Shape, Way] = {}  # of this process, for good: bits depend on it
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """Why no kernel runs on a device; None if they do."""
+    """The reason why no kernel runs on a device; None if they do."""
     if device.type != "cuda":
         return f"kernels are for CUDA, and the device is {device.type}"
     if os.environ.get(SWITCH, "1") == "0":
@@ -40,7 +40,7 @@ def missing(device: torch.device) -> str | None:
 
 @cache
 def missing_products(device: torch.device) -> str | None:
-    """Why symmetric products do not run on a device; None if they do."""
+    """The reason why symmetric products do not run on a device; None if they do."""
     reason = missing(device)
     if reason is None and torch.cuda.get_device_capability(device) < (9, 0):
         return "symmetric products read tiles as Hopper and newer do"
@@ -48,7 +48,7 @@ def missing_products(device: torch.device) -> str | None:
 
 
 def describe_kernels(device: torch.device) -> str:
-    """What runs there, for the plan that ranks compare: kernels round otherwise than torch."""
+    """The kernels of a device, for the plan that ranks compare: they round unlike torch."""
     reason = missing_products(device)
     if reason is not None:
         return f"without kernels: {reason}"
@@ -58,7 +58,7 @@ def describe_kernels(device: torch.device) -> str:
 
 
 def way_of(size: int, depth: int) -> Way:
-    """What was settled; where nothing was, what was best on an H200 (docs/gpu.md)."""
+    """The settled way, or else the one that was best on an H200 (docs/gpu.md)."""
     # Wide tiles feed the matrix units best, but lose more where they end: for long sums only.
     return settled.get((size, depth), "large" if size >= 1024 and depth >= 4096 else "small")
 

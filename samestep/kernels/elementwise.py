@@ -112,7 +112,7 @@ def elements_of(chunks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def blocks_of(chunks, BLOCK: tl.constexpr, Q: tl.constexpr):
-    """The same as blocks of Q that share a scale, (BLOCK / Q, Q), and the places of scales."""
+    """Values as blocks of Q that share a scale, (BLOCK / Q, Q), and the places of scales."""
     own = chunks + 3 * tl.program_id(0)
     number, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     block = tl.multiple_of(first, BLOCK) // Q + tl.arange(0, BLOCK // Q)[:, None]

@@ -106,7 +106,7 @@ def _largest(
     COLS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of queries and all keys."""
+    """The largest logits of one tile of queries and all keys."""
     # In 64 bits: long sequences lie far apart.
     tiles, head = tl.cdiv(length, ROWS), tl.program_id(1).to(tl.int64)
     tile, batch = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)

@@ -55,7 +55,7 @@ STRIP, LONG = 16, 256  # rows and columns that are looked at together, where row
 
 
 class MatrixStrides(NamedTuple):
-    """Where rows and columns of a matrix lie, in elements; rows in groups of `group`."""
+    """The strides of a matrix's rows and columns, in elements; rows in groups of `group`."""
 
     group: int
     group_stride: int
@@ -64,7 +64,7 @@ class MatrixStrides(NamedTuple):
 
 
 def strides_of(view: Tensor) -> MatrixStrides:
-    """Of (rows, cols), or (groups, rows of a group, cols)."""
+    """The strides of (rows, cols), or of (groups, rows of a group, cols)."""
     if view.ndim == 2:
         return MatrixStrides(view.shape[0], 0, *view.stride())
     return MatrixStrides(view.shape[1], *view.stride())
@@ -106,7 +106,7 @@ class MuonBlocks:
 
 
 class Rounding:
-    """What kernels need to know where momenta are rounded at random."""
+    """The arguments of kernels where momenta are rounded at random."""
 
     def __init__(
         self, params: Sequence[Tensor], states: Sequence[State], origins: Sequence[Origin]
@@ -121,7 +121,7 @@ class Rounding:
             self.scales = Table([[state[SCALES] for state in states]])
 
     def arguments(self) -> dict[str, Any]:
-        """Those of `muon_tiles.momentum`."""
+        """The arguments of `muon_tiles.momentum`."""
         return {
             "scales": None if self.scales is None else self.scales.addresses,
             "steps": self.steps.addresses,
@@ -266,7 +266,7 @@ def _step_along(
 
 
 class _Numbers(NamedTuple):
-    """Of each block, (count,)."""
+    """The sum of squares of each block, (count,)."""
 
     norms: Tensor
     powers: Tensor
@@ -442,7 +442,7 @@ def _equilibrated(
 def _factors(
     blocks: MuonBlocks | GivenBlocks, directions: Tensor, step: Step, writes: Tensor | None
 ) -> tuple[Tensor | None, int, Tensor | None]:
-    """What the directions are multiplied with, along what (`FACTORS`), and their squares, (B,)."""
+    """Factors of the directions, along what (`FACTORS`), and the directions' squares, (B,)."""
     rows, cols, options = blocks.rows, blocks.cols, step.options
     variance = "variance" in blocks.states[0]
     if not variance and not options["renormalize"]:
@@ -501,20 +501,20 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
 
 
 def _tiles(blocks: MuonBlocks | GivenBlocks, directions: Tensor, cut: dict[str, Any]) -> int:
-    """How many a padded block has, in its own orientation."""
+    """The rows and columns of a padded block, in its own orientation."""
     _, short, long = directions.shape
     return tiles(*((long, short) if blocks.tall else (short, long)), cut)
 
 
 def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, int]:
-    """Those of a block and of its direction, which is the padded transpose of a tall one."""
+    """The strides of a block and of its direction, the padded transpose of a tall one."""
     _, short, long = directions.shape
     sizes = {"rows": blocks.rows, "cols": blocks.cols, "short": short, "long": long}
     return {**sizes, "TALL": blocks.tall}
 
 
 def _lying(blocks: MuonBlocks | GivenBlocks) -> dict[str, int]:
-    """Where elements of a block lie, for kernels that read or write them there."""
+    """The arguments that tell kernels where elements of a block lie."""
     lie = blocks.lie if isinstance(blocks, MuonBlocks) else None
     return {**(lie or MatrixStrides(1, 0, 0, 0))._asdict(), "LAID": lie is not None}
 
@@ -526,6 +526,6 @@ def _squares(directions: Tensor) -> Tensor:
 
 
 def _float32(number: float) -> float:
-    """As a GPU is told it; Triton's interpreter would see more digits."""
+    """A number as a GPU is told it; Triton's interpreter would see more digits."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded

@@ -107,7 +107,7 @@ def read_tile(
 
 @triton.jit
 def places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID: tl.constexpr):
-    """Where elements of a block lie; LAID: in the gaps of others, by groups of rows."""
+    """The places of a block's elements; LAID: in the gaps of others, by groups of rows."""
     if LAID:
         begin = (row // group).to(tl.int64) * group_stride
         offsets = begin + (row % group).to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
@@ -118,7 +118,7 @@ def places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID:
 
 @triton.jit
 def rounded_direction(u, BFLOAT16: tl.constexpr):
-    """What is orthogonalized, or came of it, in float32.
+    """A tile of what is orthogonalized, or came of it, in float32.
 
     Rounded to bfloat16 it is what others have to whom it travels: layouts have the same bits.
     """
@@ -324,7 +324,7 @@ def block_numbers(
     HAS_POWER: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """What the products need to know of one block."""
+    """The norm and powers that the products need of one block."""
     number = tl.program_id(0)
     totals = tl.zeros((PARTS,), tl.float64)
     first = tl.program_id(0) * 0
@@ -451,7 +451,7 @@ def direction_factors(
     ADD: tl.constexpr,  # whether eps is added to the root, or the variance is no less than it
     SIZE: tl.constexpr,
 ):
-    """What one direction is multiplied with: `renormalize`, then `reduce_variance`."""
+    """The factor of one direction: `renormalize`, then `reduce_variance`."""
     number = tl.program_id(0)
     totals = tl.zeros((SIZE,), tl.float32)
     first = tl.program_id(0) * 0

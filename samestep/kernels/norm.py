@@ -16,7 +16,7 @@ STORED_DTYPES = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int
 
 
 class _Launch(NamedTuple):
-    """Of tensors of one dtype, which it does not keep."""
+    """The sum of squares of tensors of one dtype, which it does not keep."""
 
     addresses: Tensor
     aligned: bool

@@ -16,7 +16,7 @@ from samestep.rules.noise import Origin
 
 
 class Rows(NamedTuple):
-    """Where rows lie: the first element of the first one, and how far the next begins."""
+    """The place of rows: the first element of the first one, and how far the next begins."""
 
     begin: int
     stride: int
@@ -32,14 +32,14 @@ class SourceRows(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of a part."""
+    """The addresses of a part."""
 
     rows: int
     cols: int
 
 
 class Rounded(NamedTuple):
-    """Of a part whose momentum is rounded at random."""
+    """The addresses of a part whose momentum is rounded at random."""
 
     origin: Origin
     step: Tensor  # (): the steps of its block before this one
@@ -47,7 +47,7 @@ class Rounded(NamedTuple):
 
 
 class MomentumPart(NamedTuple):
-    """Where momentum of a part comes from and goes to."""
+    """The places that a part's momentum comes from and goes to."""
 
     param: int
     size: Size
@@ -58,7 +58,7 @@ class MomentumPart(NamedTuple):
 
     @property
     def block(self) -> int:
-        """How many 8-bit codes share a scale; 0: there are none."""
+        """The number of 8-bit codes that share a scale; 0: there are none."""
         if self.rounded is None or self.rounded.scale is None:
             return 0
         return self.size.cols // self.rounded.scale.shape[1]
@@ -84,7 +84,7 @@ class Move(NamedTuple):
 
 
 class GradientTable(NamedTuple):
-    """Where the gradients of a step begin."""
+    """The addresses of a step's gradients."""
 
     addresses: Tensor  # (params,)
     aligned: bool
@@ -219,7 +219,7 @@ class StepOfParts:
         self._lr_factors: tuple[tuple[str | None, float], Tensor] | None = None
 
     def lr_factors(self, adjust_lr: str | None, scale: float) -> Tensor:
-        """What the learning rate of each part is multiplied with, (parts,) float32."""
+        """The factors on the learning rate of each part, (parts,) float32."""
         asked = adjust_lr, scale
         if self._lr_factors is None or self._lr_factors[0] != asked:
             found = [self.lr_factor(*block, *asked) for block in self.blocks]

@@ -76,7 +76,7 @@ def unsigned_bits(bits):
 
 @triton.jit
 def ratios(codes, SIGNED: tl.constexpr):
-    """What part of the scale codes, as float32, stand for."""
+    """The part of the scale that codes, as float32, stand for."""
     if SIGNED:
         share = codes * SIGNED_STEP
         found = share * tl.abs(share)
@@ -161,7 +161,7 @@ def split(values):
 
 @triton.jit
 def read_state(place, inside, scale_place, scale_inside):
-    """What pointers point to, in float32; `scale_place`, (rows, 1), is None but for codes."""
+    """The values at pointers, in float32; `scale_place`, (rows, 1), is None but for codes."""
     if scale_place is None:
         values = tl.load(place, inside, 0.0).to(tl.float32)
     else:

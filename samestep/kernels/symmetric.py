@@ -27,7 +27,7 @@ from samestep.kernels.choice import Way, way_of
 
 
 class Tiling(NamedTuple):
-    """How the work is cut: tiles of rows x cols, `depth` of the inner dimension at a time."""
+    """The tiling of a product: tiles of rows x cols, `depth` of the inner dimension at a time."""
 
     rows: int
     cols: int
@@ -122,7 +122,7 @@ def _by_torch(
     gamma: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same as a whole product."""
+    """The symmetric product as a whole one."""
     if addend is None:
         out = torch.bmm(left, right.mT)
         out = out if alpha == 1.0 else out * alpha

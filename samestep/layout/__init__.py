@@ -1,1 +1,1 @@
-"""Who holds what. Pure data: testable with no process group and no tensor."""
+"""Boxes, blocks and owners as pure data: testable with no process group and no tensor."""

@@ -1,4 +1,4 @@
-"""Which rows of an attention layer's weights make the queries and keys of which head.
+"""Attention heads: the rows of a layer's weights that make the queries and keys of each.
 
     QKHeads.separate(32, 128, kv_heads=8)                        Llama: q_proj, k_proj
     QKHeads.fused("qkv.weight", 32, 128, kv_heads=8)             rows of Q, then of K, then of V
@@ -136,11 +136,11 @@ class QKHeads:
         return cls(heads, heads, {q: tuple(q_rows), kv: tuple(kv_rows)})
 
     def rows(self, weight: str) -> int:
-        """How many rows a weight has."""
+        """The number of rows of a weight."""
         return sum(size for _, _, size in self.weights[weight])
 
     def told(self, weight: str) -> str:
-        """What rows of a weight are, in words: "4 queries of 6 rows, 2 keys of 6 rows"."""
+        """The rows of a weight in words: "4 queries of 6 rows, 2 keys of 6 rows"."""
         words = {"q": "queries", "k": "keys", "rotary": "rotary queries", None: "others"}
         counts = Counter((part, size) for part, _, size in self.weights[weight])
         return ", ".join(f"{n} {words[part]} of {size} rows" for (part, size), n in counts.items())

@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As it is stored."""
+        """The shape of the block as it is stored."""
         return (self.rows, self.cols)
 
     @property

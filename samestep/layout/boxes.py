@@ -20,7 +20,7 @@ _PLAIN = (torch.nn.Parameter, Tensor)
 
 
 class Cut(NamedTuple):
-    """What a mesh axis does to a tensor: cuts `dim`, or replicates if that is None.
+    """The action of a mesh axis on a tensor: it cuts `dim`, or replicates if that is None.
 
     `strided`: it cuts what axes to its right have cut before, into `split_factor` parts.
     """
@@ -41,7 +41,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box":
-        """What both have; empty if that is nothing."""
+        """The overlap of both; empty if there is none."""
         pairs = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         starts = tuple(max(a, b) for a, _, b, _ in pairs)
         stops = [min(a + n, b + m) for a, n, b, m in pairs]
@@ -49,17 +49,17 @@ class Box(NamedTuple):
         return Box(starts, sizes)
 
     def within(self, outer: "Box") -> "Box":
-        """The same elements, counted from the start of `outer`."""
+        """This region, counted from the start of `outer`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def shifted(self, outer: "Box") -> "Box":
-        """The same elements, counted from where `outer` is counted from: undoes `within`."""
+        """This region, counted from where `outer` is counted from: undoes `within`."""
         offsets = tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def divided(self, per: int) -> "Box":
-        """The same of a tensor that has one element for `per` neighbours in the last dim."""
+        """This box in a tensor that has one element for `per` neighbours in the last dim."""
         if per == 1:
             return self
         offsets, sizes = self.offsets, self.sizes
@@ -73,7 +73,7 @@ class Box(NamedTuple):
 def local_box(
     shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]
 ) -> Box:
-    """What the rank at `coordinate` of a mesh holds of a tensor of `shape`."""
+    """The box that the rank at `coordinate` of a mesh holds of a tensor of `shape`."""
     offsets, sizes = [0] * len(shape), list(shape)
     for axis in _order(mesh_shape, cuts):
         dim = cuts[axis].dim
@@ -190,7 +190,7 @@ def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; a plain tensor as it is."""
+    """The local tensor of a DTensor; a plain tensor as it is."""
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
@@ -224,7 +224,7 @@ def clone_in_place(tensor: Tensor) -> Tensor:
 
 
 def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """How a gradient may lie without anything being sent: cut where its parameter is.
+    """Placements of a gradient that need no communication: cut where its parameter is.
 
     `torch.zeros_like` of a parameter that is cut gives zeros that are whole on every rank.
     """

@@ -41,17 +41,17 @@ class Range(NamedTuple):
         return Range(start, start + self.size)
 
     def within(self, outer: "Range") -> "Range":
-        """The same elements, counted from the start of `outer`."""
+        """This region, counted from the start of `outer`."""
         return self.normalize(self.start - outer.start)
 
     def overlap(self, other: "Range") -> "Range":
-        """What both have; empty if that is nothing."""
+        """The overlap of both; empty if there is none."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
 
 class Fragment(NamedTuple):
-    """What one rank owns of one parameter in one bucket."""
+    """The fragment of one parameter that one rank owns in one bucket."""
 
     param: int
     bucket: int
@@ -87,7 +87,7 @@ class FlatLayout(NamedTuple):
         return self.size - sum(param.size for param in self.params)
 
     def fragments(self, number: int) -> Iterator[Fragment]:
-        """What every rank owns of a bucket, in the order of the buffer."""
+        """The fragments that ranks own of a bucket, in the order of the buffer."""
         bucket = self.buckets[number]
         rank = 0
         for index in bucket.params:

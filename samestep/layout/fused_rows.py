@@ -35,7 +35,7 @@ class FusedRows(NamedTuple):
         return self.stop - self.start
 
     def own_splits(self, given: Sequence[int] | str, rows: int) -> tuple[int, ...]:
-        """Which of the `split_sizes` of all `rows` are in these; raises if a block goes beyond."""
+        """The `split_sizes` of these rows, of all `rows`; raises if a block goes beyond."""
         sizes: Sequence[int] = () if isinstance(given, str) else given
         if isinstance(given, str):
             sizes, groups = split_of(given, rows)
@@ -56,7 +56,7 @@ class FusedRows(NamedTuple):
 
 
 def rows_in(name: str) -> FusedRows | None:
-    """What a parameter's name says; None: it is no part of a fused one."""
+    """The rows that a parameter's name tells of; None: it is no part of a fused one."""
     found = _ROWS.fullmatch(name)
     return found and FusedRows(found["whole"], int(found["start"]), int(found["stop"]))
 

@@ -66,7 +66,7 @@ def _span(name: str, tensor: Tensor, counts: bool) -> _Span | None:
 
 
 def _have_common(one: _Span, other: _Span) -> bool:
-    """Of two that overlap as ranges. Columns of one matrix may lie in between each other."""
+    """Whether two that overlap as ranges share an element: columns may lie between each other."""
     if one.dense and other.dense:
         return True
     start = min(one.start, other.start)

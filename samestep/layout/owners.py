@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Balance(NamedTuple):
-    """How evenly an assignment spreads work and state, as ratios to the mean (1.0 is even)."""
+    """The balance of work and state of an assignment, as ratios to the mean (1.0 is even)."""
 
     busiest: float  # FLOPs of the busiest rank over the mean
     bound: float  # what no assignment can beat
@@ -63,7 +63,7 @@ def cyclic_owners(count: int, ranks: int) -> list[int]:
 
 
 def busiest_lower_bound(flops: Sequence[int], ranks: int) -> float:
-    """What the busiest rank does at least, under any assignment.
+    """A lower bound of the busiest rank's work, under any assignment.
 
     The mean; the largest block; and, when there are more blocks than ranks, the N-th plus the
     (N+1)-th largest, since two of the N+1 largest must share a rank.

@@ -1,4 +1,4 @@
-"""Which rows of a stored matrix are matrices of their own, and how these lie in it.
+"""Splits: the rows of a stored matrix that are matrices of their own, and how they lie in it.
 
     split_sizes=(64, 16, 16)             rows after rows: Q, K, V
     split_sizes="halves"                 two of equal size: gate, up
@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How matrices lie in a block, where they are not ranges of its rows."""
+    """The form of a block whose matrices are not ranges of its rows."""
 
     split: Split
     transposed: bool
@@ -60,7 +60,7 @@ class Form(NamedTuple):
         return int(self.transposed)
 
     def numbers(self) -> list[int]:
-        """Which matrix each place of that dim is of."""
+        """By place of that dim the matrix that it belongs to."""
         sizes, groups = self.split
         return [number for number, size in enumerate(sizes) for _ in range(size)] * groups
 
@@ -70,7 +70,7 @@ def _brief(sizes: tuple[object, ...]) -> str:
 
 
 def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
-    """What `split_sizes` means for matrices of so many rows; raises with the way out."""
+    """The meaning of `split_sizes` for matrices of so many rows; raises with the way out."""
     if given is None:
         return Split((rows,))
     if isinstance(given, str):
@@ -121,7 +121,7 @@ def _equal(given: str, rows: int, parts: int) -> tuple[int, ...]:
 
 
 def _whole_if_one(split: Split) -> Split:
-    """Of one matrix, or of one group, rows lie one after the other."""
+    """Whether the rows of each matrix lie one after the other: of one matrix, or of one group."""
     if len(split.sizes) == 1:
         return Split((split.sizes[0] * split.groups,))
     return split

@@ -58,7 +58,7 @@ class AdaMuonRule(MuonRule):
         return {"momentum_buffer": shape, "second_moment": (math.prod(shape),)}
 
     def largest_norm(self, shape: Shape, options: Options) -> float:
-        """That of a renormalized block; elements that others do not bound have no limit."""
+        """The norm of a renormalized block; elements that others do not bound have no limit."""
         rows, cols = shape[0], math.prod(shape[1:])
         return 1.01 * math.sqrt(min(rows, cols)) if options["renormalize"] else math.inf
 

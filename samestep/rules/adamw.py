@@ -104,7 +104,7 @@ class AdamWRule:
     def update_(
         self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> None:
-        """The same into `param` and `state`."""
+        """The update, written into `param` and `state`."""
         _step(param, grad, state, scalars, options, in_place=True)
 
     def runs_together(self, options: Options) -> bool:

@@ -1,4 +1,4 @@
-"""How far rounding may move a singular value before the next polynomial throws it out.
+"""The basin of polynomials: how far rounding may move a singular value without harm.
 
 An orthogonalization applies odd quintics p_k(s) = a s + b s^3 + c s^5 one after another, so the
 fate of a block is that of its singular values. Two numbers per step, both exact (the quintics
@@ -63,19 +63,19 @@ ROUNDOFF = {
 
 
 class Basin(NamedTuple):
-    """Of a table of K steps: K + 1 numbers each, before the first step to after the last."""
+    """The basin of a table of K steps: K + 1 numbers each, from before the first step on."""
 
     largest: tuple[float, ...]
     edge: tuple[float, ...]
 
     @property
     def margin(self) -> tuple[float, ...]:
-        """How far rounding may lift the largest singular value."""
+        """The room for rounding above the largest singular value."""
         return tuple(e - s for e, s in zip(self.edge, self.largest, strict=True))
 
 
 class RoundingNoise(NamedTuple):
-    """How far rounding moves singular values in a segment: its three parts, and their sum."""
+    """The error of rounding in a segment: its three parts, and their sum."""
 
     factor: float  # of the polynomial that is applied
     gram: float  # of Gram matrices
@@ -102,12 +102,12 @@ def basin_of(table: Table, norm_factor: float = 1.0) -> Basin:
 def noise_of(
     table: Table, start: int, stop: int, dtype: torch.dtype, *, few_rows: bool, largest: float
 ) -> RoundingNoise:
-    """Of steps start .. stop on one Gram matrix, on singular values up to `largest`."""
+    """The error of steps start .. stop on one Gram matrix, on singular values up to `largest`."""
     return _noise(table[start:stop], ROUNDOFF[dtype], few_rows, largest)
 
 
 def growth(table: Table, start: int, stop: int, largest: float) -> float:
-    """What noise u of a Gram matrix has become in directions where there is nothing, relative to 1.
+    """The growth of noise u of a Gram matrix in directions where there is nothing, relative to 1.
 
     |A| a_k^2 for all steps but the last, whose Gram matrix is not computed.
     """
@@ -138,7 +138,7 @@ def gram_segments(
 
 
 def as_table(table: Sequence[Coefficients]) -> Table:
-    """What caches can take: tuples of floats."""
+    """A table as caches can take it: tuples of floats."""
     return tuple((float(a), float(b), float(c)) for a, b, c in table)
 
 
@@ -165,7 +165,7 @@ def _segments(table: Table, dtype: torch.dtype, few_rows: bool) -> tuple[tuple[i
 
 @lru_cache(maxsize=256)
 def unsafe_step(table: Table, norm_factor: float, dtype: torch.dtype) -> str | None:
-    """Why a table cannot run in a dtype even with every step alone, with the numbers; or None."""
+    """The reason why a table cannot run in a dtype even with every step alone, or None."""
     basin, u = basin_of(table, norm_factor), ROUNDOFF[dtype]
     final = basin.largest[-1]
     if not final <= LARGEST_RESULT:
@@ -196,7 +196,7 @@ def _value(triple: Coefficients, s: float) -> float:
 
 
 def _extrema(triple: Coefficients) -> list[float]:
-    """Where the quintic turns, for s > 0: a + 3 b x + 5 c x^2 = 0 with x = s^2."""
+    """The turning points of the quintic for s > 0: a + 3 b x + 5 c x^2 = 0 with x = s^2."""
     a, b, c = triple
     if c == 0:
         squares = [] if b == 0 else [-a / (3 * b)]
@@ -254,7 +254,7 @@ def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> RoundingNo
 
 
 def _lift(steps: Table, largest: float, error: float) -> float:
-    """How much larger s |q(x)| gets for s up to `largest` if x is s^2 - error or s^2 + error."""
+    """The growth of s |q(x)| for s up to `largest` if x is s^2 - error or s^2 + error."""
     exact = lifted = 0.0
     for place in range(POINTS):
         s = largest * 10 ** (-4 * place / POINTS)

@@ -30,7 +30,7 @@ def is_scale(key: str, state: Mapping[str, object]) -> bool:
 
 
 def value_of(key: str, state: Mapping[str, Tensor]) -> Tensor:
-    """What a moment is: decoded if it is in 8 bits, else as it is kept."""
+    """A moment's values: decoded if it is in 8 bits, else as it is kept."""
     scale = state.get(key + SCALE_SUFFIX)
     return state[key] if scale is None else decode(state[key], scale)
 
@@ -86,7 +86,7 @@ def _has_blocks(entry: Mapping[str, Tensor], key: str, per: int) -> bool:
 
 
 def is_rounded(param: Tensor, master: Tensor) -> Tensor:
-    """Where a parameter still is its master copy, rounded, of the same shape.
+    """A mask of where a parameter still is its rounded main parameter, of the same shape.
 
     Elsewhere somebody has edited or loaded it since, and it counts instead of the copy.
     """
@@ -99,7 +99,7 @@ def present_master(param: Tensor, master: Tensor) -> Tensor:
 
 
 def saved_value(weight: Tensor, master: Tensor) -> Tensor:
-    """The same of a checkpoint, of which the master copy may have been saved without looking.
+    """That mask for a checkpoint, whose main parameter may have been saved without looking.
 
     Beside remainders weights are rounded away from halfway, and such a copy is theirs as well.
     """
@@ -110,7 +110,7 @@ def saved_value(weight: Tensor, master: Tensor) -> Tensor:
 
 
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
-    """What a master copy has beyond its parameter; nothing where that is no longer its rounding.
+    """The remainder of a main parameter; zero where the parameter is no longer its rounding.
 
     A parameter that was rounded to even from halfway gets what is nearest to that: the remainder
     of one rounded away from zero cannot say halfway.

@@ -67,7 +67,7 @@ def fused_adamw_(
 
 
 def _rest(tensor: Tensor) -> int:
-    """How many elements follow the last whole vector."""
+    """The number of elements after the last whole vector."""
     return tensor.numel() % VECTOR
 
 

@@ -144,7 +144,7 @@ class MuonRule:
         return shapes
 
     def largest_norm(self, shape: Shape, options: Options) -> float:
-        """That of a block all of whose singular values are as large as they can be."""
+        """The norm of a block all of whose singular values are as large as they can be."""
         return float(min(shape[0], math.prod(shape[1:])) ** 0.5 * largest_singular_value(options))
 
     def update(
@@ -227,7 +227,7 @@ class MuonRule:
 
 
 def orthogonalized(blocks: Tensor, options: Options) -> Tensor:
-    """What the options of a group make of blocks (B, rows, cols)."""
+    """Orthogonalize blocks (B, rows, cols) as the options of a group say."""
     return orthogonalize(
         blocks,
         method=options["orthogonalize"],
@@ -346,7 +346,7 @@ LR_FACTORS: dict[str | None, Callable[[int, int], float]] = {
 
 
 def lr_factor(rows: int, cols: int, adjust_lr: str | None, scale: float = 1.0) -> float:
-    """What the learning rate of a block of this logical shape is multiplied with."""
+    """The factor on the learning rate of a block of this logical shape."""
     return float(LR_FACTORS[adjust_lr](rows, cols) * scale)
 
 

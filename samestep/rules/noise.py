@@ -34,7 +34,7 @@ def seed_of(name: str, key: str) -> int:
 
 
 class Origin(NamedTuple):
-    """Where the elements of a local tensor lie in the whole one, and the seeds of its state."""
+    """The place of a local tensor's elements in the whole one, and the seeds of its state."""
 
     offset: int  # the flat index of the first element
     strides: tuple[int, ...]  # from one element to the next of each dim, there
@@ -129,7 +129,7 @@ def mixed(word: Any) -> Any:
 
 
 def hashed(words: Tensor, first: Any, second: Any) -> Tensor:
-    """The same of int32 words, in place, with two keys: products and sums wrap around."""
+    """The hash of int32 words, in place, with two keys: products and sums wrap around."""
     words += first
     words ^= (words >> 16) & 0xFFFF
     words *= FIRST

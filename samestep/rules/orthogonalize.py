@@ -201,7 +201,7 @@ def orthogonalize_plain(
     dtype: torch.dtype,
     start: Start = "norm",
 ) -> Tensor:
-    """The same in plain torch, on any device; all products and what they give are of `dtype`."""
+    """Orthogonalize in plain torch, on any device; all products are of `dtype`."""
     rows, cols = blocks.shape[1:]
     # The range of float16 is too small for gradients and their norms: scaled before the cast. And
     # what scales a block once more has 32 bits, so that blocks are rounded to 16 only once.
@@ -408,5 +408,5 @@ def orthogonalize_flops(
 
 
 def block_flops(block: Block) -> int:
-    """Of all matrices of a block: what its owner has to do."""
+    """The FLOPs of all matrices of a block, which its owner computes."""
     return sum(orthogonalize_flops(*shape) for shape in block.matrices)

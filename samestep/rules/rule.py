@@ -58,7 +58,7 @@ class TogetherRule(Protocol):
 
 
 class Direction(NamedTuple):
-    """What a staged rule makes of whole blocks: where to go, and the blocks' new state."""
+    """The result of a stage: where to go, and new state."""
 
     direction: Tensor
     state: dict[str, Tensor]
@@ -76,13 +76,13 @@ class StagedRule(Protocol):
     def prepare(
         self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """Of any part of a block: what `transform` is given, and new state of the block's shape."""
+        """From any part of a block: the input of `transform`, and state of the block's shape."""
         ...
 
     def transform(
         self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """Of whole blocks (B, rows, cols): the direction, and new state of any other shape."""
+        """From whole blocks (B, rows, cols): the direction, and new state of any other shape."""
         ...
 
     def finish(
@@ -93,7 +93,7 @@ class StagedRule(Protocol):
         scalars: Tensors,
         options: Options,
     ) -> Tensor:
-        """Of any part of a block of `block_shape`: the new parameter."""
+        """From any part of a block of `block_shape`: the new parameter."""
         ...
 
 
@@ -118,7 +118,7 @@ class SummingRule(StagedRule, Protocol):
         scalars: Tensors,
         options: Options,
     ) -> Tensors:
-        """Of any part of a block of `block_shape`, by name: a term for each of its elements."""
+        """From any part of a block of `block_shape`: by name a term for each of its elements."""
         ...
 
 
@@ -146,7 +146,7 @@ class Rule(Protocol):
 
     @property
     def name(self) -> str:
-        """What groups write as `"rule": name`."""
+        """The name that groups write as `"rule": name`."""
         ...
 
     @property

@@ -35,7 +35,7 @@ State = dict[str, Tensor]
 
 
 class Stored(NamedTuple):
-    """How a tensor in the state of a parameter is kept.
+    """The format of a tensor in the state of a parameter.
 
     per: of so many elements of the parameter, along its last dim, it has one: 1 for a moment, more
         for the scales of one in 8 bits. None: it is a number, or belongs to whole blocks.
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
     owned: bool = False
 
     def shape(self, of: Shape) -> Shape:
-        """Of what has an element for (some of) those of a tensor of this shape."""
+        """The shape of state with an element for each, or for `per`, of a tensor of this shape."""
         assert self.per is not None
         return of if self.per == 1 else (*of[:-1], of[-1] // self.per)
 
@@ -74,7 +74,7 @@ def is_elementwise(rule: Rule, key: str, options: Mapping[str, Any]) -> bool:
 
 
 def chosen_format(key: str, options: Mapping[str, Any]) -> torch.dtype | str | None:
-    """What `state_dtypes` says of a key; a single word is about all moments."""
+    """The format that `state_dtypes` asks for a key; a single word is about all moments."""
     chosen: Mapping[str, torch.dtype | str] | str | None = options.get("state_dtypes")
     if isinstance(chosen, str):
         return None if key == MASTER else chosen
@@ -129,7 +129,7 @@ def is_small(stored: StoredTensors) -> bool:
 
 
 def format_word(key: str, stored: StoredTensors) -> str:
-    """How one tensor is kept, as `state_dtypes` would say it."""
+    """The format of one tensor, as `state_dtypes` would say it."""
     how, scale = stored[key], stored.get(key + SCALE_SUFFIX)
     if scale is not None:
         return f"{EIGHT_BITS}/{scale.per}"
@@ -139,7 +139,7 @@ def format_word(key: str, stored: StoredTensors) -> str:
 
 
 def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> int | None:
-    """How many elements of a row share a scale in 8 bits; None: the tensor stays in 32.
+    """The number of elements of a row that share a scale in 8 bits; None: it stays in 32.
 
     They are neighbours in the last dim, and of one matrix.
     """
@@ -154,7 +154,7 @@ def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> in
 def state_shapes(
     rule: Rule, shape: Shape, options: Mapping[str, Any], stored: StoredTensors
 ) -> dict[str, Shape]:
-    """Of one slice, block or matrix, by key; a count that only rounding needs is a number."""
+    """Shapes of the state of one slice, block or matrix; a count that only rounding needs is ()."""
     own = rule.state_shapes(shape, options)
     return {
         key: own.get(key, ()) if how.per is None else how.shape(shape)
@@ -165,7 +165,7 @@ def state_shapes(
 def block_state_shapes(
     rule: Rule, block: Block, options: Mapping[str, Any], stored: StoredTensors
 ) -> dict[str, Shape]:
-    """Of one block: as stored what has an element for each of its, other state of all matrices.
+    """Shapes of one block's state: as stored if it has the block's elements, else by matrix.
 
     The latter is 1-D where a block has a form, matrix after matrix.
     """
@@ -299,7 +299,7 @@ def matrix_states(
 
 
 def _form_of(form: Form, per: int) -> Form:
-    """How matrices lie in the scales of a block: stored columns are fewer."""
+    """The form of the scales of a block: stored columns are fewer."""
     if per == 1 or not form.transposed:
         return form
     sizes = tuple(size // per for size in form.split.sizes)
@@ -307,7 +307,7 @@ def _form_of(form: Form, per: int) -> Form:
 
 
 class GlobalElementIndex(NamedTuple):
-    """Which elements of a whole parameter something has: a view of a tensor without data.
+    """The elements of a whole parameter that a part has: a view of a tensor without data.
 
     Whatever cuts a parameter cuts `elements` alike; its offset and strides then say the rest.
     """
@@ -318,7 +318,7 @@ class GlobalElementIndex(NamedTuple):
     start: int | None = None  # not all of them: those from here on, in order
 
     def at(self, view: Tensor) -> "GlobalElementIndex":
-        """The same parameter, cut further."""
+        """The index of a view: the parameter, cut further."""
         return self._replace(elements=view)
 
     def stretch(self, start: int, stop: int) -> "GlobalElementIndex":

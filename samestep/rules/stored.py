@@ -40,7 +40,7 @@ QUIET = 0x00400000  # makes a NaN of what else would be infinite
 
 
 def block_size(length: int, most: int = BLOCKS[0]) -> int | None:
-    """How many elements share a scale where the last dim is so long; None: 32 bits are kept."""
+    """The number of elements that share a scale where the last dim is so long; None: 32 bits."""
     return next((size for size in BLOCKS if size <= most and length % size == 0), None)
 
 
@@ -93,7 +93,7 @@ def _plain_chunks(flat: Tensor) -> Iterator[tuple[int, int, None]]:
 
 
 def _ratios(codes: Tensor, *, signed: bool) -> Tensor:
-    """What part of the scale codes stand for; changes `codes`, which are float32."""
+    """The part of the scale that codes stand for; changes `codes`, which are float32."""
     codes *= SIGNED_STEP if signed else UNSIGNED_STEP
     if signed:
         return codes.mul_(codes.abs())

@@ -60,7 +60,7 @@ def dealt(batches: Sequence[Batch], *, sparing: bool = False) -> list[list[int]]
 
 
 def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) -> int:
-    """What all lanes need at once: what one has given back is not free for another."""
+    """The memory that all lanes need at once: what one gives back is not free for another."""
     sizes = [batch.temporary_bytes for batch in batches]
     return sum(max((sizes[number] for number in lane), default=0) for lane in lanes)
 
@@ -68,7 +68,7 @@ def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) ->
 def side_by_side(
     lanes: Sequence[Sequence[int]], run: Callable[[int], T], device: torch.device
 ) -> list[T]:
-    """What each batch gives, by its number; all of it is ready for the current stream.
+    """Run the batches; gives their results by number, all ready for the current stream.
 
     The first lane is the current stream. What another one reads has to be kept until this returns:
     memory of the current stream that is free is given to the first lane.
@@ -93,5 +93,5 @@ def side_by_side(
 
 @cache
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Of one lane, for all steps: each stream has free memory of its own."""
+    """The stream of one lane, for all steps: each stream has free memory of its own."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ def _measured(
     device: torch.device,
     measure: Measure,
 ) -> dict[Shape, Way]:
-    """Those that are known from before, and the others by measurement."""
+    """The choices that are known from before, and the others by measurement."""
     known = {**_kept(device), **settled}
     new = {shape: _fastest(shape, device, measure) for shape in shapes if shape not in known}
     # What another process has found meanwhile counts: later ones will read it, and have its bits.
@@ -71,7 +71,7 @@ def _fastest(shape: Shape, device: torch.device, measure: Measure) -> Way:
 
 
 def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:
-    """Of a batch of products; infinite for tiles that the device has no room for."""
+    """The time of a batch of products; infinite for tiles that the device has no room for."""
     from triton.runtime.errors import OutOfResources
 
     from samestep.kernels.symmetric import symmetric_product

@@ -118,7 +118,7 @@ class Outliers:
 
 
 class StepNumbers(NamedTuple):
-    """What a step leaves for `opt.metrics()`."""
+    """The numbers that a step leaves for `opt.metrics()`."""
 
     grad_norm: Tensor | None
     sizes: UpdateSizes | None
@@ -166,5 +166,5 @@ def can_sum_with_kernels(grads: list[Tensor]) -> bool:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied with: min(1, max_norm / (norm + 1e-6)), as torch clips."""
+    """The factor on gradients: min(1, max_norm / (norm + 1e-6)), as torch clips."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

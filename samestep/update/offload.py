@@ -34,7 +34,7 @@ class Streams(Protocol):
         ...
 
     def wait(self, event: Any) -> None:
-        """What is computed from now on comes after an event."""
+        """Let all that is computed from now on come after an event."""
         ...
 
     def finish(self) -> None:
@@ -159,7 +159,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def make_room(self, sizes: Sequence[int]) -> None:

@@ -59,7 +59,7 @@ class Operand(NamedTuple):
 
 
 class GroupMath(NamedTuple):
-    """How one group's rule is run in this step, on one device."""
+    """The rule of one group with the options and numbers of this step, on one device."""
 
     rule: Rule
     scalars: Scalars
@@ -248,7 +248,7 @@ def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[
 
 
 def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
-    """What the rule is given: everything in the math dtype, the master copy for the parameter.
+    """The input of a rule: all in the math dtype, the main parameter for the parameter.
 
     Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
     there the parameter counts.
@@ -298,7 +298,7 @@ def exact_value(param: Tensor, state: State) -> Tensor:
 
 
 def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where the new value of a parameter goes, rounded once: into it, and into its master copy."""
+    """Pairs that write a new value, rounded once: into the parameter and its main parameter."""
     if REMAINDER_KEY in state:
         rounded, rest = split_remainder(value)
         yield param, rounded
@@ -312,7 +312,7 @@ def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tupl
 def state_pairs(
     state: State, new: State, step: Tensor | None, origin: Origin | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where new moments go, each as it is kept; `step`: the count of the parameter's steps now.
+    """Pairs that write new moments, each as it is kept; `step`: the parameter's count now.
 
     Elements that are rounded at random are so by bits of their own, which `origin` knows.
     """
@@ -356,7 +356,7 @@ def scale(param: Tensor, state: State, factor: Tensor) -> None:
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """What `to` gives; not asked where nothing is converted, since that takes several us."""
+    """A tensor in a dtype; `to` is not called where nothing is converted: it takes several us."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -419,7 +419,7 @@ class StepScalars:
 
 
 def _as_one_vector(values: Mapping[str, float | Tensor], device: torch.device) -> Scalars:
-    """The same for XLA: one input of the program, anew in every step.
+    """The scalars for XLA: one input of the program, anew in every step.
 
     A single 0 or 1 would be a constant of the program, so that a schedule that ends in 0 compiles
     again; a vector never is one. What is a tensor on the device stays there.

@@ -59,6 +59,6 @@ def run_spmd_rule(
 
 
 def _along(of_blocks: Tiling, tensor: Tensor) -> Tiling:
-    """The same of another tensor of these blocks, (B, ...)."""
+    """The tiling of another tensor of these blocks, (B, ...)."""
     one = of_blocks.tiles[0] == 1
     return of_blocks.whole(tensor.ndim) if one else of_blocks.of_first_dim(tensor.ndim)

@@ -1,4 +1,4 @@
-"""Which operands of a step the kernels take, and the step on those."""
+"""The step by kernels: on the operands that they can take."""
 
 import operator
 from collections import defaultdict
@@ -31,7 +31,7 @@ class Job(NamedTuple):
 
 
 class KernelPlan:
-    """How the operands of a group are batched: made once, unless parameters or state change."""
+    """The batches of a group's operands, made once unless parameters or state change."""
 
     def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int | None) -> None:
         self.params = [operand.param for operand in operands]
@@ -77,7 +77,7 @@ class KernelPlan:
         return temporary_bytes(self._blocks(), self.lanes)
 
     def _blocks(self) -> list[Batch]:
-        """Of each batch; AdamW's have none."""
+        """The outliers of each batch; AdamW's have none."""
         found = []
         for batch in self.batches:
             blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
@@ -86,7 +86,7 @@ class KernelPlan:
         return found
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
-        """Those of each batch, job by job; their addresses travel together."""
+        """The gradients of each batch, job by job; their addresses travel together."""
         jobs = [job for batch in self.batches for job in batch]
         order = [place for job in jobs for place in job.places]
         table = Table([[operands[place].grad for place in order]])
@@ -147,7 +147,7 @@ def update_with_kernels(
 
 
 def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
-    """Why kernels cannot do all operands of a group."""
+    """The reason why kernels cannot do all operands of a group."""
     for operand in operands:
         if type(math.rule) is AdamWRule and math.sizes is not None:
             return "update_rms=True, which no kernel measures for AdamW"
@@ -243,13 +243,13 @@ def _origin_fits(operand: Operand) -> bool:
 
 
 def _block_sizes(operand: Operand) -> dict[str, int]:
-    """How many codes share a scale, by key."""
+    """The number of codes that share a scale, by key."""
     state = operand.state
     return {key: codes_per_scale(state, key) for key in state if key + SCALE_SUFFIX in state}
 
 
 def _origins(operands: Sequence[Operand], places: Sequence[int]) -> list[Origin] | None:
-    """Those of operands that are alike; None: nothing is rounded at random."""
+    """The origins of operands that are alike; None: nothing is rounded at random."""
     origins = [operands[place].origin for place in places]
     return [origin for origin in origins if origin is not None and origin.seeds] or None
 
@@ -262,7 +262,7 @@ def _grad_fits(operand: Operand) -> bool:
 
 
 def _strides(operand: Operand) -> MatrixStrides | None:
-    """How a matrix in the gaps of others lies, as do its gradient and state."""
+    """The strides of a matrix in the gaps of others, which its gradient and state share."""
     if operand.rows is None or operand.param.is_contiguous():
         return None
     return strides_of(operand.param)

@@ -1,4 +1,4 @@
-"""Where the same state means something else: momentum as a sum or an average, counts, options.
+"""Conventions of others for the same state: momentum as a sum, counts, options.
 
     sum   s <- mu s + g                  ema   m <- mu m + (1 - mu) g  =  (1 - mu) s
 
@@ -27,7 +27,7 @@ NUMBERS = ("lr", "initial_lr", "weight_decay", "momentum", "maximize", "variance
 
 
 def with_preset(source: Source, preset: str | None) -> Source:
-    """The same for an optimizer of a preset; momentum is rescaled where its form differs."""
+    """The state for an optimizer of a preset; momentum is rescaled where its form differs."""
     if preset is None:
         return source
     factors: dict[str, float] = {}
@@ -86,7 +86,7 @@ def _scaled(source: Source, factors: Mapping[str, float]) -> Any:
 
 
 def with_step(source: Source, step: int | None) -> Source:
-    """The same with a count of steps for every parameter of AdamW, in place of what there is."""
+    """The state with a count of steps for every parameter of AdamW."""
     if step is None:
         return source
     count = torch.tensor(float(step))

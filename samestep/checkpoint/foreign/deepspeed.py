@@ -143,7 +143,7 @@ def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, wh
 
 
 class _Into:
-    """Where ranges of a parameter go, and what its state is: asked once for all ranks."""
+    """The places of a parameter's ranges, and its state: found once for all ranks."""
 
     def __init__(self, only: str | None) -> None:
         self.collected, self._only = Collected(), only
@@ -162,7 +162,7 @@ class _Into:
 def _add_ranges(
     files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into, stage: int
 ) -> None:
-    """What each rank has of every parameter."""
+    """The ranges that each rank has of every parameter."""
     base, fp32 = "base_optimizer_state", "single_partition_of_fp32_groups"
     if stage == 3:
         base, fp32 = "optimizer_state_dict", "fp32_flat_groups"
@@ -206,7 +206,7 @@ def _add_ranges(
 
 
 def _equal_ranges(shapes: State, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
-    """Where parameters are in a rank's flat group of ZeRO 3: start and elements."""
+    """The places of parameters in a rank's flat group of ZeRO 3: start and elements."""
     found, start = {}, 0
     for name, sizes in shapes.items():
         share = -(-prod(sizes) // ranks)
@@ -216,7 +216,7 @@ def _equal_ranges(shapes: State, rank: int, ranks: int) -> dict[str, tuple[int, 
 
 
 def _told_ranges(file: Path, own: State, number: int) -> dict[str, tuple[int, int]]:
-    """The same in ZeRO 1 and 2, where the file says it."""
+    """The places of parameters in ZeRO 1 and 2, where the file says it."""
     places = own.get("param_slice_mappings")
     if places is None:
         raise CheckpointError(

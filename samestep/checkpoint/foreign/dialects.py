@@ -1,4 +1,4 @@
-"""How optimizers are called elsewhere: state and options of others in our words.
+"""Dialects: state and options of other optimizers in our words.
 
 Which rule a parameter had is told by the keys of its state, and of whom it is by the keys of its
 group. Where the same state would mean another update here, it is refused.
@@ -32,7 +32,7 @@ OTHERS = {  # their state means nothing here
 
 
 class Meaning(NamedTuple):
-    """What the state of one parameter is."""
+    """The state of one parameter, in our words."""
 
     rule: str
     keys: dict[str, str]  # theirs: ours
@@ -111,7 +111,7 @@ def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
 
 
 def _of_moonlight(group: Group) -> dict[str, Any]:
-    """Its groups have the options of both rules, under names of their own."""
+    """Whether groups have the options of both rules, under names of their own."""
     spelled = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
     same = {"ns_steps": group["ns_steps"]} if "ns_steps" in group else {}
     return (
@@ -120,7 +120,7 @@ def _of_moonlight(group: Group) -> dict[str, Any]:
 
 
 def _form_of(preset: str) -> dict[str, Any]:
-    """What a state file does not say of Muon: how it sums, and what it divides by."""
+    """Options of Muon that a state file does not tell: how it sums, and its divisor."""
     keys = ("momentum_form", "nesterov", "orthogonalize", "eps", "eps_form", "adjust_lr")
     options = preset_options(preset, "muon")
     return {key: options[key] for key in keys if key in options}
@@ -162,7 +162,7 @@ def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
 
 
 def _dions_rate(adjust_lr: str | None) -> str | None:
-    """Its name here; where there is none it stays, and is refused."""
+    """The name of a state tensor here; where there is none it stays, and is refused."""
     ours = {"rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
     return adjust_lr if adjust_lr is None else ours.get(adjust_lr, adjust_lr)
 
@@ -172,7 +172,7 @@ def _numbers(group: Group) -> dict[str, Any]:
 
 
 def _known(rule: str, options: Group) -> dict[str, Any]:
-    """Those of a rule's options that a group has, with plain numbers."""
+    """The options of a rule that a group has, with plain numbers."""
     keys = ("maximize", "initial_lr", *RULES[rule].defaults)
     kept = {key: options[key] for key in keys if key in options}
     plain = {
@@ -183,7 +183,7 @@ def _known(rule: str, options: Group) -> dict[str, Any]:
 
 
 class Translated(NamedTuple):
-    """What a parameter's state is, and the count of steps that its group has in its place."""
+    """A parameter's state, with the count of steps that its group has in its place."""
 
     name: str
     meaning: Meaning

@@ -98,7 +98,7 @@ def rename_rule(text: str) -> tuple[str, str]:
 
 
 def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
-    """The same under other names; every rule must fit one, and no two may become the same."""
+    """Tensors under other names; every rule must fit one, and no two may become the same."""
     if not rules:
         return source
     new = {name: name for name, _ in map(name_and_key, source.tensors)}
@@ -137,7 +137,7 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
 
 
 def _cuts_renamed(options: dict[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
-    """How rows are cut is by name too."""
+    """The cuts of rows under other names: they are by name too."""
     cuts = options.get("split_sizes")
     if not isinstance(cuts, dict):
         return options

@@ -30,7 +30,7 @@ DTYPES = {
 
 
 def load(path: Path, shells: Iterable[str] = ()) -> Any:
-    """What a file of torch.save has; mapped, not read. `shells` are full names of classes."""
+    """The contents of a file of torch.save; mapped, not read. `shells`: full names of classes."""
     try:
         return read_archive(mapped(path), shells)
     except PickleError as error:

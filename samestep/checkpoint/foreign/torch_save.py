@@ -36,7 +36,7 @@ Values = dict[str, Tensor]
 
 
 def read(path: Path, given: SourceOptions) -> Source:
-    """What a file has, and others with optimizers beside it; mapped, not read.
+    """Read a file, and others with optimizers beside it; mapped, not read.
 
     A model that is given has the parameters, in order, where no file has them.
     """

@@ -98,7 +98,7 @@ def attempt(
     *,
     of_others: Callable[[RuntimeError], bool] = lambda error: True,
 ) -> T:
-    """What `call` gives; a CollectiveError that names who is missing if it raises.
+    """Run `call` and give its result; if it raises, a CollectiveError names who is missing.
 
     `expected` are the places in the group that take part, if not all do. An error that is not
     `of_others` comes through as it is.
@@ -114,7 +114,7 @@ def attempt(
 
 
 def explained(name: str, group: "RankGroup", call: Callable[[], T]) -> T:
-    """What `call` gives; a CollectiveError that names who is missing if other ranks are the reason.
+    """Run `call`; if other ranks are the reason for an error, a CollectiveError names them.
 
     FSDP2, DTensors and pipelines launch collectives of their own, whose errors are the backend's.
     An error of the model comes through as it is.
@@ -136,7 +136,7 @@ _roll_calls: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary(
 
 
 def _roll_call(group: "RankGroup") -> RollCall | None:
-    """That of a process group, the same at every call; None if the group has no store.
+    """The roll call of a process group, the same at every call; None if it has no store.
 
     Asked for before anything can fail, so that this process is known to the others.
     """

@@ -145,7 +145,7 @@ class FlightRecorder:
 
     @property
     def in_flight(self) -> tuple[Record, ...]:
-        """Those that were launched and have neither been waited for nor dropped, oldest first.
+        """The collectives that were launched and neither waited for nor dropped, oldest first.
 
         Failed ones stay.
         """
@@ -174,7 +174,7 @@ class FlightRecorder:
             }
 
     def overdue(self, seconds: float) -> list[Record]:
-        """Those in flight for longer than that, unless they have arrived unnoticed or failed."""
+        """The collectives in flight for longer, unless they have arrived unnoticed or failed."""
         before = time.monotonic() - seconds
         with self._lock:
             # Streams are asked only then: asking breaks a CUDA graph that is being captured.
@@ -243,12 +243,12 @@ class FlightRecorder:
         self._in_flight.pop(number, None)
 
     def keep_failed(self, record: Record) -> None:
-        """It stays in flight for ever."""
+        """Note that a collective stays in flight for ever."""
         record.failed = True
         self._flights.pop(record.number, None)
 
     def land(self, record: Record, passed: torch.cuda.Event | None) -> None:
-        """It was waited for: by the host, or by a stream until that event."""
+        """Note that a collective was waited for: by the host, or by a stream until that event."""
         with self._lock:
             self._flights.pop(record.number, None)
             if passed is None:

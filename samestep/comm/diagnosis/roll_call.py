@@ -1,4 +1,4 @@
-"""Who is still there? Asked when a collective has failed, through the store of its group.
+"""Roll calls: after a collective has failed, ranks ask through the store who is still there.
 
 Whoever fails says so in the store and waits for the others to do the same; those who do not are
 missing. Ranks that wait for a rank that has failed look into the store and join. `verdict` says in
@@ -82,7 +82,7 @@ POLL_S = 0.02
 
 
 class Answer(NamedTuple):
-    """What a rank says of itself."""
+    """The answer of a rank about itself."""
 
     operation: str
     error: str | None  # None: it was waiting when another rank failed
@@ -92,7 +92,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class Attendance:
-    """What a roll call has found out; filled while it runs. Ranks are by place in the group."""
+    """The findings of a roll call, filled while it runs. Ranks are by place in the group."""
 
     expected: Sequence[int]
     answers: dict[int, Answer]
@@ -188,13 +188,13 @@ def _until(deadline: float, condition: Callable[[], bool]) -> None:
 
 
 def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:
-    """Who is missing, then the first error that is known. `members` are global ranks by place."""
+    """A sentence on who is missing, and the first known error. `members`: global ranks by place."""
     parts = missing(attendance, members) or [_nobody_missing(attendance, members)]
     return ". ".join(["; ".join(parts), *_error(attendance, mine)])
 
 
 def missing(attendance: Attendance, members: Sequence[int]) -> list[str]:
-    """Who has not answered, in words; empty if all have."""
+    """The ranks that have not answered, in words; empty if all have."""
     silent = set(attendance.expected) - attendance.answers.keys() - attendance.ended
     parts = []
     if attendance.ended:

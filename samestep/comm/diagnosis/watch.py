@@ -245,7 +245,7 @@ class Watch:
             Background(lambda: self._store.delete_key(self._key("problem")))
 
     def step_ended(self, device: torch.device) -> None:
-        """What was waited for so far has ended when the device comes to this point."""
+        """Note that all collectives waited for so far end before the device comes to this point."""
         event = recorded_event(device)
         if event is not None:
             self._passed.append((event, self._last_waited_for()))
@@ -413,7 +413,7 @@ class Watch:
         self._end(self.failed, self._thread_of_steps or 0)
 
     def _held(self, reason: str | None) -> CollectiveError:
-        """What a roll call finds out; `reason`: why this rank calls, None if it only answers."""
+        """Hold a roll call; `reason`: why this rank calls, None if it only answers."""
         inside, line = _line_of(self._thread_of_steps)
         operation = self._oldest()
         waits = inside or reason is not None or operation is not None
@@ -616,7 +616,7 @@ def _destroyed(world: "weakref.ref[dist.ProcessGroup]") -> Callable[[], bool]:
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own, where it has any: waits hold up no other."""
+    """A store by a connection of its own, if it has any, so that waits hold up no other."""
     try:
         return store.clone()  # type: ignore[attr-defined, no-any-return]
     except (AttributeError, RuntimeError):

@@ -86,7 +86,7 @@ def differences_between_ranks(
 
 
 def differences_text(found: LineDifferences) -> str:
-    """What ranks differ in, with the values and the ranks that have them."""
+    """The differences between ranks, with the values and the ranks that have them."""
     parts = [_difference_text(by_rank) for by_rank in found.first]
     more = f" ({found.more} more differ)" if found.more else ""
     return "; ".join(parts) + more

@@ -1,4 +1,4 @@
-"""Where ranks differ, once it is known that they do: values travel, and the host waits."""
+"""Differences between ranks, once it is known that there are any: values travel."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ AT_ONCE = 1 << 24  # elements that are compared at a time, to bound memory
 
 @dataclass(frozen=True)
 class Difference:
-    """How ranks differ from the first of their group in one tensor or text."""
+    """The difference of ranks from the first of their group, in one tensor or text."""
 
     ranks: tuple[int, ...]  # the global ranks that do
     max_abs_diff: float  # the largest over all of them; inf where no number tells how far it is
@@ -117,7 +117,7 @@ def difference_of(found: Sequence[Any], members: Sequence[int]) -> Difference | 
 
 
 def _compared_texts(one: str, two: str) -> list[Any]:
-    """What `compared` gives, of lines; the index of a text of one line is empty."""
+    """Compare lines as `compared` does; the index of a text of one line is empty."""
     pairs = list(zip_longest(one.split("\n"), two.split("\n"), fillvalue=""))
     lines = [number for number, (first, other) in enumerate(pairs) if first != other]
     if not lines:

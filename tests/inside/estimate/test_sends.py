@@ -32,6 +32,7 @@ KINDS = {
     "all_reduce": "all_reduce",
     "allreduce_": "all_reduce",
     "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
     "send": "send",
 }
 SILENT = {"wait_tensor", "_wrap_tensor_autograd", "recv_"}  # what is received others have sent
@@ -60,12 +61,13 @@ def _sent(kind, name, args):
         boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
     ranks, given = tuple(dist.get_process_group_ranks(group)), args[0]
-    if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
+    if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
         given = args[1]  # after what is to be filled
     given = given[0] if isinstance(given, list) else given
     size, count = given.numel() * given.element_size(), len(ranks)
     if kind == "all_to_all":
-        own = args[2][group.rank()]
+        splits = args[4] if name == "alltoall_base_" else args[2]
+        own = splits[group.rank()] if splits else given.shape[0] // count  # (): evenly
         return kind, size - own * (size // max(1, given.shape[0])), ranks
     share = {"all_gather": count - 1, "send": 1, "all_reduce": 2 * (count - 1) / count}
     return kind, round(size * share.get(kind, (count - 1) / count)), ranks

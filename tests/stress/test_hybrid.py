@@ -36,6 +36,7 @@ def test_they_run_when_they_are_named_and_not_otherwise(tmp_path):
     refused = {"fsdp2_alone", "two_optimizers", "fused_qkv_cut"}
     hybrid = {"hybrid_gpt", "hybrid_conditional", "hybrid_lora"}
     alone = {"expert_stacks", "fused_qkv_groups", "options_of_peers", "schedules_to_zero"}
+    alone.add("clipped_by_rule")
     small = {"small_state_8bit", "small_state_bf16", "small_state_remainder"}
     assert set(SCENARIOS_ON_REQUEST) == {*hybrid, *alone, *refused, *small}
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -136,26 +137,37 @@ class Reference:
         grads: Mapping[str, Sequence[Tensor | None]],
         *,
         divisor: float,
-        max_grad_norm: float | None = None,
+        max_grad_norm: float | Mapping[str, float] | None = None,
     ) -> bool:
         """Make one step; False: the norm was not finite, and nothing has changed.
 
         grads[name][rank] is that rank's accumulated gradient, None where it has none. A parameter
         that no rank has a gradient for is untouched; else the gradient is sum over ranks / divisor.
-        A `max_grad_norm` of infinity clips nothing, but still skips steps.
+        A `max_grad_norm` of infinity clips nothing, but still skips steps; one by rule is about the
+        norm of the rule's parameters.
         """
         averaged: dict[str, Tensor] = {}
         for name, of_ranks in grads.items():
             grad = average(name, self._param(name), of_ranks, divisor)
             if grad is not None and name in self.state:
                 averaged[name] = grad
-        factor = 1.0
+        factors = dict.fromkeys(RULES, 1.0)
         if max_grad_norm is not None:
-            joint_norm = math.hypot(*(norm(grad) for grad in averaged.values()))
-            if not math.isfinite(joint_norm):
+            norms: dict[str, list[float]] = {rule: [] for rule in RULES}
+            for group in self.groups:
+                here = averaged.keys() & set(group["param_names"])
+                norms[group["rule"]] += [norm(averaged[name]) for name in here]
+            joint = math.hypot(*chain.from_iterable(norms.values()))
+            if not math.isfinite(joint):
                 return False
-            factor = min(1.0, max_grad_norm / (joint_norm + 1e-6))
+            for rule, own in norms.items():
+                if isinstance(max_grad_norm, Mapping):
+                    limit, size = max_grad_norm.get(rule, math.inf), math.hypot(*own)
+                else:
+                    limit, size = max_grad_norm, joint
+                factors[rule] = min(1.0, limit / (size + 1e-6))
         for group in self.groups:
+            factor = factors[group["rule"]]
             for name in group["param_names"]:
                 if name in averaged:
                     grad = averaged[name] * (-factor if group["maximize"] else factor)

@@ -41,6 +41,7 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
         recipes.FusedInGroups,
         recipes.SchedulesToZero,
         recipes.OptionsOfPeers,
+        recipes.ClippedByRule,
         small_state.EightBits,
         small_state.RandomBFloat16,
         small_state.Remainders,

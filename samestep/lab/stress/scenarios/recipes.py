@@ -108,6 +108,16 @@ class Clipped(FourPatternsRandom):
         return None if grad is None else grad * (size if of.step % 5 else 0.001)
 
 
+class ClippedByRule(Clipped):
+    """Each rule has a norm of its own; Muon's is only looked at."""
+
+    name = "clipped_by_rule"
+    story = "the same with a limit for AdamW's parameters alone"
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "max_grad_norm": {"adamw": 1.0, "muon": math.inf}}
+
+
 class Schedules(FourPatternsRandom):
     """Learning rate, momentum and decay of either rule move at every step."""
 

@@ -126,7 +126,7 @@ def check(world, cases, reduction="fast"):
             schedule, holders, records, calls, (params, state, passing) = of_rank[number]
             at, about = rank % plan.grid.ranks, (name, kind.__name__, rank)
             assert schedule == tuple(map(describe_operation, plan.schedule(at))), about
-            spread = [each.spreadings[0] for each in plan.placements if not each.sharings]
+            spread = [each.block_plans[0] for each in plan.placements if not each.bucket_plans]
             held = [(s.specs, [(h.boxes, h.replicas) for h in s.held]) for s in spread]
             assert holders == held, about
             assert records == expected(plan, degrees, rank), about

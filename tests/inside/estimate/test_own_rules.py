@@ -71,7 +71,7 @@ def test_everything_is_foreseen(world):
             assert records == expected(plan, rank), (name, rank)
             assert state == memory.state, (name, rank)
             states.add(memory.state)
-        if plan.placements[0].spreadings:
+        if plan.placements[0].block_plans:
             assert any(line.startswith("Sum ") for line in ranks[0][name][0])
             assert len(states) > 1, name  # owners have blocks of their own
 

@@ -143,7 +143,7 @@ $(XLA_STAMP): pyproject.toml
 	$(XLA_PY) -m pip install --quiet torch==2.9.0 torch_xla==2.9.0 -e ".[cli]" pytest pytest-timeout pytest-xdist hypothesis
 	touch $@
 
-# 1000 steps of the classic scenarios on 1, 2, 4 and 8 devices, the hybrid meshes on 8, and the mutants.
+# 1000 steps of the classic scenarios on 1, 2, 4 and 8 devices, the hybrid mesh on 8, and the mutants.
 xla_receipts:
 	@$(XLA_HERE)
 	@$(MAKE) --no-print-directory $(XLA_STAMP)
@@ -151,7 +151,7 @@ xla_receipts:
 		--scenario dist_adamw_muon,dist_adamw_muon_random --out out/xla_$$n && \
 		mkdir -p receipts/xla_$$n && cp out/xla_$$n/receipt.json receipts/xla_$$n/ || exit 1; done
 	XLA_FLAGS=--xla_backend_optimization_level=0 $(XLA_PY) -m samestep stress --device xla --world-size 8 \
-		--scenario hybrid_gpt --steps 10 --sample-every 5 --continue --out out/xla_hybrid_8
+		--scenario hybrid_gpt --layout xla_hybrid_tp_sp_ep --steps 10 --sample-every 5 --continue --out out/xla_hybrid_8
 	mkdir -p receipts/xla_hybrid_8 && cp out/xla_hybrid_8/receipt.json receipts/xla_hybrid_8/
 	$(XLA_PY) -m samestep stress --device xla --mutants --out out/xla_mutants
 	mkdir -p receipts/xla_mutants && cp out/xla_mutants/receipt.json receipts/xla_mutants/

@@ -514,6 +514,17 @@ def test_programs_of_xla(devices):
     assert f"| {', '.join(far)} |" in row
 
 
+def test_the_hybrid_mesh_in_an_xla_program():
+    (case,) = applying("xla_hybrid_8")
+    assert {sample["max_abs_param_diff"] for sample in case["samples"]} == {0}
+    program = case["program"]
+    assert (program["programs"], program["host_reads"]) == (2, 0)
+    apart = [sample["reference"] for sample in case["samples"]]
+    adam, muon = (max(each[key] for each in apart) for key in ("adam", "mu_a"))
+    far = " and ".join(f"{distance:.1e}".replace("e-0", "e-") for distance in (adam, muon))
+    assert_said("docs/xla.md", f"for {case['steps']} steps: {far} from the reference")
+
+
 def test_speed_of_checkpoints():
     found = result("checkpoint_250m")
     rows = {

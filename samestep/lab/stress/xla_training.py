@@ -205,7 +205,8 @@ class XlaHybridTraining(XlaTraining):
             return SpmdStack(model, plan, mesh, loss=mean_loss)
 
         self._stack = by_first_plan(scenario, cut)
-        self._names = {param: name for name, param in self._stack.model.named_parameters()}
+        named = self._stack.model.named_parameters()
+        self._names: dict[Tensor, str] = {param: name for name, param in named}
         self._stack.trace(tell=lambda line: None)  # raises if parameters lie otherwise
         runtime.sync()
         return self._stack.model

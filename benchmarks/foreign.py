@@ -35,8 +35,6 @@ from samestep.lab.stress.foreign import FOREIGN, WORLDS, ForeignCase, ForeignRes
 from samestep.tooling.request import BadRequestError
 
 RATE, DECAY = 2**-7, 0.1
-torch.compiler.set_stance("force_eager")
-warnings.filterwarnings("ignore", category=FutureWarning)  # of collectives that have new names
 
 
 HERE: dict[str, Any] = {}  # modules of peers, imported in the process that forks ranks
@@ -105,7 +103,14 @@ def zero_muon(model: nn.Module) -> Optimizer:
     return ZeroRedundancyOptimizer(muon, Muon, lr=RATE)
 
 
+def _run_eagerly() -> None:
+    """Called by factories, so in ranks alone: nothing is compiled there."""
+    torch.compiler.set_stance("force_eager")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of collectives with new names
+
+
 def _of_dion(name: str, model: nn.Module, **options: Any) -> Optimizer:
+    _run_eagerly()
     muon, adamw = _split(model)
     groups = [{"params": muon}, {"params": adamw, "algorithm": "adamw"}]
     made: Optimizer = getattr(HERE["dion"], name)(groups, lr=RATE, weight_decay=DECAY, **options)
@@ -154,6 +159,7 @@ def dion_dion2_fsdp2_global(model: nn.Module) -> Optimizer:
 
 def nanochat(model: nn.Module) -> Optimizer:
     """One group for each shape, as nanochat makes them."""
+    _run_eagerly()
     muon, adamw = _split(model)
     groups: list[dict[str, Any]] = [
         {"params": adamw, "kind": "adamw", "lr": RATE, "betas": (0.8, 0.95), "eps": 1e-10,

@@ -9,6 +9,7 @@ from statistics import geometric_mean, mean
 
 import pytest
 
+from benchmarks import fine_tuning, foreign
 from samestep.lab.stress.layouts import LAYOUTS
 from samestep.lab.stress.matrix import table
 from samestep.lab.stress.mutants import MUTANTS
@@ -451,6 +452,19 @@ def test_faults_are_named(backend, late):
     assert max(each["seconds"] for each in reports) <= late + 10.0
     assert_said("docs/proof.md", f"{len(cases)} of {len(cases)} over")
     assert_said("docs/gpu.md", f"all {len(cases)} named")
+
+
+def test_fine_tuning():
+    """The page has the table of its receipt."""
+    assert (
+        fine_tuning.table(result("fine_tuning")) in (ROOT / "docs" / "fine_tuning.md").read_text()
+    )
+
+
+def test_optimizers_of_others():
+    """The page has the tables of its receipt."""
+    content = json.loads((ROOT / "receipts" / "foreign.json").read_text())
+    assert (ROOT / "docs" / "foreign.md").read_text().endswith(foreign.page(content))
 
 
 def test_checkpoints_between_layouts():

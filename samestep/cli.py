@@ -25,7 +25,7 @@ from samestep.version import __version__
 
 
 class Command(NamedTuple):
-    """What a command is for, and the module with its `Options` and `run(options)`."""
+    """A command: what it is for, and the module with its `Options` and `run(options)`."""
 
     help: str
     module: str  # imported when the command runs, since it may need the packages of samestep[cli]
@@ -171,7 +171,7 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def live_page(name: str) -> Page:
-    """What the command itself says of its options, for the pages that are stored."""
+    """The options of a command as it describes them, for the pages that are stored."""
     module = import_module(COMMANDS[name].module)
     shown = {}
     before = os.environ.get("COLUMNS", "")

@@ -1,4 +1,4 @@
-"""What there is, area by area: each finding is fine, worth a note, or broken with its way out."""
+"""Checks, area by area: each finding is fine, worth a note, or broken with its way out."""
 
 import os
 import platform
@@ -117,7 +117,7 @@ def backends() -> Iterator[Check]:
 
 
 def topology() -> Iterator[Check]:
-    """What launchers say in the environment, and whether it can be true."""
+    """The environment that launchers set, and whether it can be true."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check("cores", f"{cores} for this process")
     for name in SHOWN:
@@ -187,7 +187,7 @@ def ranks(timeout: float) -> Iterator[Check]:
 
 
 def gpus() -> Iterator[Check]:
-    """What torch sees, how cards reach each other, and whether each computes a step."""
+    """The devices that torch sees, how they reach each other, and whether each takes a step."""
     count = torch.cuda.device_count()
     if not count:
         if not Path("/proc/driver/nvidia/version").exists():
@@ -253,7 +253,7 @@ def kernels() -> Iterator[Check]:
 
 
 def default_run(make: Callable[[], object] | None, name: str) -> Iterator[Check]:
-    """What `MuonAdamW(model, lr=...)` would do with a model, here."""
+    """The way in which `MuonAdamW(model, lr=...)` would take a model, here."""
     model = GPT(GPTConfig()) if make is None else make()
     if not isinstance(model, nn.Module):
         way_out = "name a function that returns a torch.nn.Module"

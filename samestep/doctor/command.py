@@ -17,7 +17,7 @@ WIDTH, NAMES = 80, 20
 
 @dataclass(frozen=True)
 class Options:
-    """What there is on this machine, what would run, and what is broken.
+    """Show what there is on this machine, what would run, and what is broken.
 
     Exit status: 0, nothing is broken; 1, something is, and its line says what to do.
     """

@@ -1,4 +1,4 @@
-"""What is tried rather than asked for: two ranks over gloo, and a step on a GPU."""
+"""Trials: two ranks over gloo, and a step on a GPU."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def step_on_two_ranks(timeout: float) -> bool:
 
 
 def step_on(device: torch.device) -> float:
-    """How far a step there is from the CPU's, as a part of the largest update."""
+    """The distance of a device's step from the CPU's, as a part of the largest update."""
     there = [param.cpu() for param in _step(_gradients(0), device)]
     here = _step(_gradients(0), torch.device("cpu"))
     start = _drawn(0)

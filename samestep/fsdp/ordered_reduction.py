@@ -110,7 +110,7 @@ class OrderedReduceScatter:
 
 
 def _ordered(name: str, module: nn.Module) -> OrderedReduceScatter | None:
-    """What a module shall reduce with; None if there is nothing to add."""
+    """The reduce-scatter for a module; None if there is nothing to add."""
     what = called(name)
     ranks = grid(module)
     if not ranks or ranks == [[dist.get_rank()]]:

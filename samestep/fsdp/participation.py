@@ -69,7 +69,7 @@ def take_part(model: nn.Module, check: bool = False) -> None:
 
 
 def participation_of(module: nn.Module) -> "Participation | None":
-    """That of the model that a module belongs to."""
+    """The participation of the model that a module belongs to."""
     known = _participations.get(module)
     return None if known is None else known()
 
@@ -345,7 +345,7 @@ def _requiring_gradients(values: Any) -> Iterator[Tensor]:
 
 
 def _with_others(values: Any, new: Callable[[Tensor], Tensor]) -> Any:
-    """The same containers, with others for the tensors that require a gradient."""
+    """Copy containers, with other tensors for those that require a gradient."""
     if isinstance(values, Tensor):
         return new(values) if values.requires_grad else values
     if isinstance(values, MutableMapping):

@@ -10,7 +10,7 @@ from samestep.shards.dtensor.fsdp_units import nested_modules, own_places
 
 
 def skip(module: nn.Module, x: Tensor) -> Tensor:
-    """What a rank calls in place of `module(x)` where it does not use an FSDP2 module.
+    """A stand-in for `module(x)` on a rank that does not use an FSDP2 module.
 
     The rank takes part in gathering the module's parameters, and in backward in reducing their
     gradients, with zeros. FSDP2 modules inside it are skipped too, in order of registration.

@@ -30,7 +30,7 @@ Built = Callable[..., RuleOptimizer]
 def factory(
     kind: type[RuleOptimizer] = MuonAdamW, **options: Any
 ) -> tuple[Callable[[], Built], dict[str, Any]]:
-    """What the Trainer (also trl's) takes as `optimizer_cls_and_kwargs`.
+    """The value that the Trainer (also trl's) takes as `optimizer_cls_and_kwargs`.
 
     `options` are those of `kind`. The learning rate is the one given here: the Trainer's schedules
     start from it, and `TrainingArguments(learning_rate=, weight_decay=)` are not read.

@@ -21,7 +21,7 @@ from samestep.recipes.architectures import Line, fused, gate, stack
 
 
 def optimizers(**options: Any) -> Any:
-    """What `Trainer.Config(optimizer=...)` takes: a configuration of `Optimizers`.
+    """A configuration of `Optimizers`, for `Trainer.Config(optimizer=...)`.
 
     `options` are those of `MuonAdamW`. Needs torchtitan.
     """
@@ -31,7 +31,7 @@ def optimizers(**options: Any) -> Any:
 
 
 def recipe(part: nn.Module) -> dict[str, Group]:
-    """What torchtitan's modules say of their parameters, as `MuonAdamW(recipe=)` takes it.
+    """The facts of torchtitan's modules about their parameters, for `MuonAdamW(recipe=)`.
 
     `part`: a model, or one part of a pipeline.
     """
@@ -46,7 +46,7 @@ def recipe(part: nn.Module) -> dict[str, Group]:
 
 
 def _lines(module: nn.Module) -> Iterator[Line]:
-    """Of the parameters of a module, by their names in it."""
+    """The facts of a module's parameters, by their names in it."""
     # By name: to import its classes would be to import all of torchtitan.
     kinds = {kind.__name__ for kind in type(module).__mro__}
     own: Any = module

@@ -77,7 +77,7 @@ class Optimizers(OptimizersContainer):
         return [group for each in self.optimizers for group in each.param_groups]
 
     def _cut_groups(self) -> list[dict[str, Any]]:
-        """Those with splits by name."""
+        """The groups with splits by name."""
         return [group for group in self._groups() if isinstance(group.get(SPLITS), Mapping)]
 
 

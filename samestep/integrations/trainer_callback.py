@@ -1,4 +1,4 @@
-"""What the Hugging Face Trainer calls on every rank before rank 0 alone saves."""
+"""A callback of the Hugging Face Trainer, called on every rank before rank 0 alone saves."""
 
 from typing import Any
 

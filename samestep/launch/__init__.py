@@ -20,7 +20,7 @@ class RanksFailed(RuntimeError):  # noqa: N818
 
 
 class TorchrunRank(NamedTuple):
-    """What torchrun says in the environment; the local numbers count one machine's ranks."""
+    """The environment of torchrun; the local numbers count one machine's ranks."""
 
     rank: int
     world_size: int

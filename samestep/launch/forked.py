@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class _Job:
-    """What a forked rank needs; each rank leaves its value, error or stack in a file."""
+    """The job of a forked rank; each rank leaves its value, error or stack in a file."""
 
     world_size: int
     fn: Callable[..., Any]

@@ -26,7 +26,7 @@ LOCAL_AXES = {"model": "tp", "expert": "ep"}  # they talk inside every layer
 
 
 class DuplicateGroupError(RuntimeError):
-    """The same ranks have several groups. One that is made twice has hung NCCL."""
+    """Refuse two groups of the same ranks: one that is made twice has hung NCCL."""
 
 
 @dataclass(frozen=True)

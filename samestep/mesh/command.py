@@ -17,7 +17,7 @@ from samestep.tooling.request import BadRequestError
 
 @dataclass(frozen=True)
 class Options:
-    """Which rank is where on which axis, whom it meets, and whether a model fits."""
+    """Show where each rank is on the axes, whom it meets, and whether a model fits."""
 
     world_size: Annotated[int, "ranks"] = 8
     tp: Annotated[int, "ranks that share a matrix"] = 1

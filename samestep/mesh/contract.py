@@ -1,4 +1,4 @@
-"""What must divide what: the sizes of a model against the degrees, all checked at once."""
+"""The contract between a model's sizes and the degrees: what must divide what."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

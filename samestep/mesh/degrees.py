@@ -1,4 +1,4 @@
-"""How many ranks each axis has: pure numbers, from which everything else follows."""
+"""Degrees: the number of ranks on each axis, from which everything else follows."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class DegreesError(ValueError):
 
 @dataclass(frozen=True)
 class Degrees:
-    """How a world of ranks is divided. Each rank has one place on each axis of `AXES`.
+    """The division of a world of ranks. Each rank has one place on each axis of `AXES`.
 
     A batch is divided over `batch_ranks`. Dense parameters are reduced over all of them; experts
     over those with the same experts. Both are divided by `batch_ranks`.

@@ -11,7 +11,7 @@ PREFIX = "SAMESTEP_COMPILE_"
 
 
 class CompileFacts(NamedTuple):
-    """What a gate may look at, beside the degrees."""
+    """The facts that a gate may look at, beside the degrees."""
 
     experts: bool = False
     capacity: bool = False  # a fixed number of places per expert, padded
@@ -52,7 +52,7 @@ GATES = (
 
 @dataclass(frozen=True)
 class Decision:
-    """What was asked for, what runs, and why."""
+    """A decision: what was asked for, what runs, and why."""
 
     requested: str
     actual: str

@@ -18,7 +18,7 @@ from samestep.mesh.spmd import SpmdMesh
 
 @dataclass(frozen=True)
 class Predicates:
-    """What is on, the same on all ranks."""
+    """The features that are on, the same on all ranks."""
 
     pipeline_active: bool  # blocks are divided among ranks
     copies_active: bool  # whole copies of the sharded model exist (HSDP)
@@ -95,7 +95,7 @@ Told = dict[str, Any]
 
 
 def _line(start: str, facts: Predicates, observed: Mapping[str, Any] | None) -> tuple[str, Told]:
-    """What is told, in words and by name."""
+    """The facts, in words and by name."""
     told = asdict(facts) | {f"seen.{name}": value for name, value in (observed or {}).items()}
     return " ".join([start, *(f"{name}={value}" for name, value in told.items())]), told
 
@@ -107,7 +107,7 @@ def _compared(
     of_ranks: Mapping[int, tuple[str, Told]],
     who: str,
 ) -> dict[str, Any]:
-    """What belongs in the receipt, if ranks share the facts and did what these say."""
+    """The record for the receipt, if ranks share the facts and did what these say."""
     known = asdict(facts)
     problems = _differences({rank: told for rank, (_, told) in of_ranks.items()})
     for rank, (_, told) in of_ranks.items():

@@ -1,4 +1,4 @@
-"""What stays whole: parameters that no rank may hold only a part of while it computes.
+"""The replicate list: parameters that stay whole on every rank while it computes.
 
 Weights that hold several projections one after the other (queries, keys and values; gate and up)
 stay whole as well, unless a plan tells their parts (`Plan.fused`): rows are cut in equal parts from
@@ -75,7 +75,7 @@ class ReplicateList(NamedTuple):
     patterns: Mapping[str, tuple[str, ...]] = DEFAULT_PATTERNS
 
     def kind(self, name: str) -> str | None:
-        """What on the list a parameter is; None if it is not on it."""
+        """The entry of the list for a parameter; None if there is none."""
         lowered = name.lower()
         for kind, patterns in self.patterns.items():
             if any(fnmatchcase(lowered, pattern) for pattern in patterns):
@@ -112,7 +112,7 @@ class ReplicateList(NamedTuple):
             raise ReplicateListError("; ".join(told))
 
     def _problem(self, name: str, dims: int, axis: str, dim: int) -> str:
-        """Why a cut is not allowed; empty if it is."""
+        """The reason why a cut is not allowed; empty if it is."""
         names = {name, whole_name(name)}  # a rule for a fused weight is one for its parts
         matching = [
             rule

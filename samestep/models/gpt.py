@@ -92,7 +92,7 @@ class GPTConfig:
 
     @property
     def choices(self) -> int:
-        """What a token chooses from: experts, and null experts after them."""
+        """The number of choices of a token: experts, and null experts after them."""
         return self.experts + self.null_experts
 
     @property
@@ -374,7 +374,7 @@ def balance_experts(model: nn.Module, layers: int, copies: int = 1) -> None:
 
 
 def gpt_plan(config: GPTConfig) -> Plan:
-    """How it is cut over a mesh."""
+    """The plan that cuts the model over a mesh."""
     experts = bool(config.experts)
     mlp = () if experts else ("blocks.*.mlp",)
     heads = (config.heads, config.kv_heads, config.kv_heads)

@@ -87,7 +87,7 @@ def apply(
 
 
 def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
-    """What a plan allows to be cut."""
+    """The parts of a model that a plan allows to be cut."""
     dims = {"embedding": 1, "head": 0, "column": 0, "row": 1}
     rules = [
         ShardRule(f"{name}.{key}", "model", 0 if param.dim() == 1 else dim)
@@ -107,7 +107,7 @@ def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
 def check_sizes(
     model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], degrees: Degrees
 ) -> None:
-    """What is cut must have equal parts, and what shall be cut must be there."""
+    """Raise unless all that shall be cut is there, and has equal parts."""
     if degrees.ep > 1 and not any(rule.axis == "expert" for rule in rules):
         raise PlanError(f"ep is {degrees.ep}, and the plan names no experts")
     if degrees.tp > 1 and not any(rule.axis == "model" for rule in rules):
@@ -163,7 +163,7 @@ def _refuse_unasked(extra: Mapping[str, int]) -> None:
 
 
 def hooks_of(model: nn.Module) -> dict[str, int]:
-    """How many hooks run before and after each module's forward. torch has no public count."""
+    """The number of hooks around each module's forward. torch has no public count."""
     return {
         name: len(module._forward_pre_hooks) + len(module._forward_hooks)
         for name, module in model.named_modules()
@@ -171,7 +171,7 @@ def hooks_of(model: nn.Module) -> dict[str, int]:
 
 
 def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """What the laid-out model shows of itself, without a look at the degrees."""
+    """Facts that the laid-out model shows of itself, without a look at the degrees."""
     params = list(model.parameters())
     cut = {axis for param in params for axis, _ in cuts(param)}
     stacks_cut = {axis for param in params if param.dim() == 3 for axis, _ in cuts(param)}

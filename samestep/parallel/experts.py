@@ -35,14 +35,14 @@ Experts = Callable[..., Tensor]
 
 
 def load_of(chosen: Tensor, choices: int) -> Tensor:
-    """How often each expert was chosen, (choices,), in whole numbers."""
+    """The number of times that each expert was chosen, (choices,), in whole numbers."""
     flat = chosen.flatten()
     # No bincount, whose size depends on data, as far as torch.compile knows.
     return flat.new_zeros(choices).scatter_add(0, flat, torch.ones_like(flat))
 
 
 def local(param: Tensor) -> Tensor:
-    """What this rank computes with, for a module that works on tokens of its own.
+    """The weights that this rank computes with, for a module that works on its own tokens.
 
     Ranks that have copies have seen different tokens: each knows a part of the gradient.
     """
@@ -53,7 +53,7 @@ def local(param: Tensor) -> Tensor:
 
 
 class Places(NamedTuple):
-    """Where the experts and the tokens of a dispatch are."""
+    """The places of a dispatch's experts and tokens."""
 
     exchange: dist.ProcessGroup | None = None  # who share the experts and bring tokens of their own
     same_tokens: DeviceMesh | None = None  # who share the experts and all have the same tokens
@@ -77,7 +77,7 @@ class Places(NamedTuple):
 
 
 class ProgramPlaces(NamedTuple):
-    """Where the tokens and experts of a dispatch are in one program for several devices.
+    """The places of a dispatch's tokens and experts in one program for several devices.
 
     groups: Parts of the tokens, each with room of its own at every expert.
     tokens: How (groups, n, C) lies.
@@ -165,7 +165,7 @@ class TokenDispatch(nn.Module):
     def _enter(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank computes on; its gradients are parts of the whole."""
+        """The tensor that this rank computes on; its gradients are parts of the whole."""
         _, same, model, given, wanted = self.places
         if model is not None:
             if given.is_replicate() and not wanted.is_replicate() and len(tokens) % model.size():
@@ -195,7 +195,7 @@ class TokenDispatch(nn.Module):
     # --- sizes follow the data ---------------------------------------------------------------
 
     def _all_are_here(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        """The same without a look at the counts: every expert is here, and every row has one."""
+        """Dispatch without a look at the counts: every expert is here, and every row has one."""
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
         run = _uncompiled if self.gathered_experts else _run
@@ -207,7 +207,7 @@ class TokenDispatch(nn.Module):
     def _all_that_come(
         self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
     ) -> Tensor:
-        """What the chosen experts make of every token, (N K, C)."""
+        """The outputs of the chosen experts for every token, (N K, C)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = load_of(chosen, self.experts + self.null)[: self.experts]
@@ -262,7 +262,7 @@ class TokenDispatch(nn.Module):
     def _with_room(
         self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
     ) -> Tensor:
-        """The same with equal room for every expert; what does not fit makes zeros.
+        """Dispatch with equal room for every expert; what does not fit makes zeros.
 
         Tokens are in groups that each have room of their own: here in one, and in a program for
         several devices in one for each part of the batch, (groups, n, C).
@@ -465,7 +465,7 @@ def _with_zeros(rows: Tensor) -> Tensor:
 
 
 def _taken(rows: Tensor, places: Tensor) -> Tensor:
-    """Of each group, (groups, n, C), the rows at its places, (groups, m)."""
+    """The rows of each group, (groups, n, C), at its places, (groups, m)."""
     if len(rows) == 1:
         return rows[0][places[0]].unsqueeze(0)  # gradients that CUDA adds up in one order
     return rows.gather(1, places.unsqueeze(-1).expand(-1, -1, rows.shape[2]))

@@ -58,7 +58,7 @@ class PlacedPart(NamedTuple):
 
     @property
     def own_rows(self) -> int:
-        """How many of them a rank has."""
+        """The number of rows that a rank has."""
         ways = [self.mesh.size(axis) for axis, p in enumerate(self.placements) if p.is_shard()]
         return (self.stop - self.start) // (ways[0] if ways else 1)
 
@@ -82,7 +82,7 @@ class FusedLinear(nn.Linear):
 
     @property
     def own_sizes(self) -> tuple[int, ...]:
-        """How many outputs of each part this rank has."""
+        """The number of outputs of each part that this rank has."""
         return tuple(part.own_rows for part in self.parts)
 
     @property
@@ -123,7 +123,7 @@ class FusedLinear(nn.Linear):
 
 
 def own_sizes(layer: nn.Module, sizes: Sequence[int]) -> list[int]:
-    """What a fused layer's outputs are split into on this rank; `sizes`: what the whole is."""
+    """The sizes of a fused layer's outputs on this rank; `sizes`: those of the whole."""
     return list(layer.own_sizes if isinstance(layer, FusedLinear) else sizes)
 
 
@@ -175,7 +175,7 @@ def cut_fused(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 def _placement(
     part: FusedPart, axis: DeviceMesh, sets: Mapping[int, DeviceMesh]
 ) -> tuple[DeviceMesh, list[Placement], list[Placement]]:
-    """Where the rows of a part are, and what a rank finds of their gradient."""
+    """The rows of a part, and their gradient as a rank finds it."""
     if not part.heads or part.heads % axis.size() == 0:
         return axis, [Shard(0)], [Shard(0)]
     if part.heads == 1:

@@ -1,4 +1,4 @@
-"""What a user says about a model: which modules are cut, which stay whole."""
+"""The plan of a user for a model: which modules are cut, which stay whole."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class FusedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is laid out: patterns of module names.
+    """A plan for laying out a model: patterns of module names.
 
     A pattern is like "blocks.*.attention.[qkv]": every part between dots as in a shell.
 

@@ -33,7 +33,7 @@ PRODUCTS = (
 
 
 class _Kept:
-    """What `once` has found in one call of one block, in order."""
+    """The findings of `once` in one call of one block, in order."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -54,7 +54,7 @@ class _Kept:
 
 
 class _Current(local):
-    """What a thread runs: backward has threads of its own."""
+    """The state of a thread: backward has threads of its own."""
 
     kept: _Kept | None = None  # no ContextVar: torch.compile would stop at it
 
@@ -64,7 +64,7 @@ _current = _Current()
 
 @torch.no_grad()
 def once(compute: Callable[[], T]) -> T:
-    """What `compute` gives, which a recomputation takes from the forward instead of running it.
+    """The result of `compute`; a recomputation takes it from the forward and does not run it.
 
     For choices, counters and messages: nothing in it has a gradient. Elsewhere it just runs.
     """

@@ -85,7 +85,7 @@ class RouterLosses(nn.Module):
     # A message: no part of a graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _load(self, chosen: Tensor, experts: int) -> Tensor:
-        """How often each expert was chosen, (E,), on all ranks. Whole numbers: exact."""
+        """The number of times that each expert was chosen, (E,), on all ranks. Whole: exact."""
         counts = load_of(chosen, experts)
         if self.ranks is not None:
             counts = total("load of experts", counts, self.ranks).wait()

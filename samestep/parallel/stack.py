@@ -92,14 +92,14 @@ class Stack:
 
     @property
     def batch_place(self) -> int:
-        """Which part of the batch this rank works on, of `mesh.degrees.batch_ranks`."""
+        """The part of the batch that this rank works on, of `mesh.degrees.batch_ranks`."""
         degrees, here = self.mesh.degrees, self.mesh.coordinates
         place = here["replicate"] * degrees.data + here["data"]
         return place * degrees.ep + here["expert"] if degrees.ep_carries_data else place
 
     @property
     def random_place(self) -> tuple[int, ...]:
-        """What the seed of random masks depends on: ranks with the same positions draw alike."""
+        """The number that seeds random masks: ranks with the same positions draw alike."""
         here = self.mesh.coordinates["model"]
         return (
             (self.batch_place, here) if self.mesh.degrees.sequence_parallel else (self.batch_place,)
@@ -107,7 +107,7 @@ class Stack:
 
     @property
     def token_copies(self) -> int:
-        """How many ranks see the same tokens where experts are chosen."""
+        """The number of ranks that see the same tokens where experts are chosen."""
         degrees = self.mesh.degrees
         by_model = 1 if degrees.sequence_parallel else degrees.tp
         return by_model * (1 if degrees.ep_carries_data else degrees.ep)

@@ -19,7 +19,7 @@ class StagePlanError(ValueError):
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How a model is cut into stages, and how a stage runs its part.
+    """Stages: the cuts of a model, and how a stage runs its part.
 
     blocks: Name of the module whose members are spread over the stages, in order.
     first: Names of the modules of the first stage: from inputs to what blocks take.
@@ -40,7 +40,7 @@ class StagePlan:
     leave: Callable[[Any, Tensor], Tensor] | None = None
 
     def run(self, model: nn.Module, x: Tensor, inputs: Tensor) -> Tensor:
-        """What is here of a model, in turn. In the first stage `x` are the inputs."""
+        """Run the modules of this stage in turn. In the first stage `x` are the inputs."""
         if _is_here(model, self.first):
             x = self._in_turn(model, self.first, x) if self.enter is None else self.enter(model, x)
         for block in model.get_submodule(self.blocks).children():

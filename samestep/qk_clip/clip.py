@@ -36,7 +36,7 @@ class _Scaled(NamedTuple):
     shape: tuple[int, ...]  # of the factors: (rows,) of a bias, (rows, 1) or (1, rows)
 
     def factors(self, table: Tensor) -> Tensor:
-        """What the parameter is multiplied with."""
+        """The factor on the parameter."""
         return table[self.places].view(self.shape)
 
 
@@ -224,7 +224,7 @@ class QKClip:
 
 
 def _why_silent(module: nn.Module) -> str:
-    """Why an attention layer may have told no logits."""
+    """The reason why an attention layer may have told no logits."""
     how = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if how != "sdpa":
         return (

@@ -150,7 +150,7 @@ def _of_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `scaled_dot_product_attention` of the same arguments has for its largest logits."""
+    """The largest logits of `scaled_dot_product_attention` of the same arguments."""
     if query.is_nested or type(attn_mask) not in (type(None), Tensor):
         what = "nested tensors" if query.is_nested else f"a mask of {type(attn_mask).__name__}"
         raise TypeError(f"the logits of an attention with {what} cannot be looked at: {TELL}")

@@ -1,4 +1,4 @@
-"""What is known of the architectures people train: which weights are fused, stacked or gates.
+"""Recipes: the weights of known architectures that are fused, stacked or gates.
 
     samestep.MuonAdamW(model)                      found from `model.config.model_type`
     samestep.MuonAdamW(model, recipe="mixtral")    asked for, with the numbers of `model.config`

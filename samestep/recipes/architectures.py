@@ -14,7 +14,7 @@ ROUTER = "*.mlp.gate.weight"
 
 
 class Line(NamedTuple):
-    """What is known of the parameters that a pattern matches.
+    """A line of a recipe: facts of the parameters that a pattern matches.
 
     pattern: of names inside the model that has the configuration, as in a shell.
     reason: what they are, for `table()`.

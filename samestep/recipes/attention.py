@@ -1,4 +1,4 @@
-"""Where the queries and keys of known architectures are, by `model_type` of Hugging Face.
+"""The queries and keys of known architectures, by `model_type` of Hugging Face.
 
 Names are those of transformers' modeling files, as in `architectures.py`.
 """

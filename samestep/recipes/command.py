@@ -72,7 +72,7 @@ hand, and steps against those of separate matrices (`tests/test_recipes.py`).
 
 @dataclass(frozen=True)
 class Options:
-    """Which weights of known architectures are fused, stacked or gates."""
+    """Show which weights of known architectures are fused, stacked or gates."""
 
     names: Annotated[
         tuple[str, ...],

@@ -1,4 +1,4 @@
-"""Which recipe a model has, and what its lines say of each parameter."""
+"""Matching: the recipe of a model, and what its lines say of each parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ Asked = str | Mapping[str, Group] | None
 
 
 def overrides(model: nn.Module, recipe: Asked = "auto") -> dict[str, Group]:
-    """What the recipe of a model says, by parameter, as `overrides=` takes it.
+    """The facts of a model's recipe by parameter, as `overrides=` takes them.
 
     For an optimizer that is given named parameters, which cannot tell of their model.
     """

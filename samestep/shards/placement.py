@@ -138,7 +138,7 @@ class Placement:
         return (grad for _, grad in self.grouped_gradients())
 
     def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """The same, with the index of the group."""
+        """The operands, with the index of the group."""
         for number in range(len(self.shape.bucket_sizes)):
             for index, operand in self.operands(number):
                 if operand.counted:

@@ -1,1 +1,1 @@
-"""What commands share: flags, files, progress, warnings."""
+"""Tools that commands share: flags, files, progress, warnings."""

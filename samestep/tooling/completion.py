@@ -64,7 +64,7 @@ def run(options: Options) -> int:
 
 
 def next_words(pages: dict[str, Page]) -> dict[str, list[str]]:
-    """What may come after each command and group, by its words; "" is samestep itself."""
+    """The words that may come after each command and group; "" is samestep itself."""
     found: dict[str, list[str]] = {"": []}
     for name in pages:
         words = name.split()

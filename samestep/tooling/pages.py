@@ -1,4 +1,4 @@
-"""What every command says of itself, stored: help and completion without importing torch.
+"""Stored pages of all commands: help and completion without importing torch.
 
 `pages.json` beside the package's modules is written by `python -m tests.pages`, and a test holds
 it against the commands themselves.

@@ -1,4 +1,4 @@
-"""What is asked of a command: its flags, a function by its name, ranks; the error if it cannot be.
+"""Requests to a command: its flags, a function by its name, ranks, and the error.
 
 Flags are read with what Python brings. The fields of a dataclass are the flags:
 `Annotated[type, "help"]`, `Annotated[type, Flag("help", ...)]`, or a type alone. Of a
@@ -35,7 +35,7 @@ from samestep.launch import TorchrunRank
 
 
 class BadRequestError(Exception):
-    """What was asked cannot be done; the text names the value and is all that is shown."""
+    """A request that cannot be done; the text names the value and is all that is shown."""
 
 
 class Flag(NamedTuple):
@@ -100,7 +100,7 @@ def spelled(name: str) -> str:
 
 
 def _argument(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
-    """What argparse is told of a field."""
+    """The arguments for argparse of a field."""
     if get_origin(hint) in (UnionType, Union):  # the latter of a Literal or None
         hint = next(one for one in get_args(hint) if one is not NoneType)
     if hint is bool:
@@ -129,7 +129,7 @@ def _argument(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
 
 
 def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: int) -> int:
-    """Those that were asked for, 2 if none were, or torchrun's, which must agree with that."""
+    """The ranks that were asked for, 2 if none were, or torchrun's, which must agree with that."""
     if torchrun is None:
         ranks, source = 2 if asked is None else asked, "--world-size"
     else:
@@ -144,7 +144,7 @@ def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: 
 
 
 def read_json(path: Path, about: str = "") -> Any:
-    """What a file has; raises BadRequestError, whose text begins with `about`."""
+    """The contents of a file; raises BadRequestError, whose text begins with `about`."""
     try:
         return json.loads(path.read_text())
     except OSError as error:

@@ -79,12 +79,12 @@ def windows(data: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 
 def validation_starts(data: Tensor, context: int, count: int) -> Tensor:
-    """Where ``count`` windows start that are spread evenly over the text."""
+    """The starts of ``count`` windows that are spread evenly over the text."""
     return torch.linspace(0, len(data) - context - 1, count, dtype=torch.float64).long()
 
 
 class Order:
-    """Where each sequence of a run starts, by its number, which says all about it.
+    """The start of each sequence of a run, which depends on its number alone.
 
     The text is cut into windows, and every epoch goes through all of them in an order of its own.
     What a number means does not depend on ranks, batches or what was drawn before, so that a run
@@ -98,7 +98,7 @@ class Order:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def starts(self, numbers: Tensor) -> Tensor:
-        """Where the sequences with these numbers (n,) start, (n,)."""
+        """The starts of the sequences with these numbers (n,), (n,)."""
         places = (divmod(number, self.windows) for number in numbers.tolist())
         chosen = [self._epoch(epoch)[place] for epoch, place in places]
         return torch.tensor(chosen, dtype=torch.int64) * self._context

@@ -1,4 +1,4 @@
-"""What a run leaves for people: log.jsonl, progress on the terminal, loss.png."""
+"""The journal of a run: log.jsonl, progress on the terminal, loss.png."""
 
 import json
 import sys
@@ -92,7 +92,7 @@ def picture(rows: list[Row]) -> bytes:
 
 
 class Display:
-    """How far a run is, for whoever looks: a bar where there is a terminal and rich, or lines."""
+    """Progress of a run: a bar where there is a terminal and rich, or lines."""
 
     def __init__(self, speaks: bool, progress: Any = None, task: Any = None) -> None:
         self._speaks = speaks

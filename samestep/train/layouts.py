@@ -22,7 +22,7 @@ from samestep.train.world import World
 
 
 def degrees_of(options: Options, world: World) -> Degrees:
-    """How the ranks are divided; raises BadRequestError if they cannot be."""
+    """The division of the ranks; raises BadRequestError if they cannot be divided."""
     replicate = options.replicate
     if options.placed == "hsdp" and not options.meshed:
         if world.size % options.shards:

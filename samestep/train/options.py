@@ -1,4 +1,4 @@
-"""What `samestep train` can be asked for, read with what Python brings."""
+"""Options of `samestep train`, read with what Python brings."""
 
 import math
 import re
@@ -215,7 +215,7 @@ class Options:
 
     @property
     def routed(self) -> int:
-        """How many experts a layer has; 0: it has an MLP."""
+        """The number of experts of a layer; 0: it has an MLP."""
         return self.experts or (ROUTED if self.moe else 0)
 
     def _need(self, name: str, fine: bool, what: str) -> None:
@@ -255,7 +255,7 @@ class Options:
 
 
 def _by_flags(error: ValueError) -> str:
-    """What the model says of its fields, which it calls by name before a value or a limit."""
+    """The model's errors about its fields, which it calls by name before a value or a limit."""
     names = "|".join(key.name for key in fields(GPTConfig))
     return re.sub(
         rf"(?<![\w-])({names})(?= must| is | =|, got)", lambda m: spelled(m[1]), str(error)

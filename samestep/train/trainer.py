@@ -192,7 +192,7 @@ class Trainer:
         return mine.tensor_split(-(-largest // (self.options.micro_batch or largest)))
 
     def _share(self, number: int, parts: int) -> float:
-        """What a micro-batch has of a batch, on all ranks together."""
+        """The share of a batch that a micro-batch has, on all ranks together."""
         of_ranks = torch.arange(self.options.batch_size).tensor_split(self.seat.size)
         rows = sum(len(own.tensor_split(parts)[number]) for own in of_ranks)
         return rows / self.options.batch_size
@@ -313,7 +313,7 @@ class Trainer:
         )
 
     def _why_not(self, source: Path, error: Exception) -> str:
-        """Why a checkpoint does not fit, by the flags that make another model."""
+        """The reason why a checkpoint does not fit: the flags that make another model."""
         try:
             saved = checkpoint_folder.find(source)
             was = read_index(saved)["extra"].get("model", {})
@@ -330,7 +330,7 @@ class Trainer:
         return f"cannot resume: {text}"
 
     def _tell_mesh(self) -> None:
-        """What every rank runs, told by each and compared before the first step."""
+        """The facts of every rank's run, compared before the first step."""
         if self.options.meshed:
             facts = self.stack.trace(tell=self.display.say_on_every_rank)
             self.journal.add({"step": self.step, "event": "mesh", **facts})
@@ -340,7 +340,7 @@ class Trainer:
             self.display.say(told)
 
     def _source(self) -> Path | None:
-        """Where to go on from. The first rank looks, lest a slow disk shows ranks different things.
+        """The checkpoint to go on from. The first rank looks: a slow disk may differ between ranks.
 
         A checkpoint of one's own comes before one that was named: a restart has the same flags.
         """

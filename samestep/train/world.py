@@ -43,7 +43,7 @@ class World(NamedTuple):
         return items.tensor_split(self.size)[self.rank]
 
     def largest_share(self, count: int) -> int:
-        """How many of ``count`` items the rank with most of them has."""
+        """The number of ``count`` items that the rank with most of them has."""
         return -(-count // self.size)
 
     def total(self, value: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def joined(device: str) -> Iterator[World]:
 
 
 def _no_nccl(here: torch.device, place: TorchrunRank) -> str | None:
-    """Why ranks do not talk over NCCL; None: they do."""
+    """The reason why ranks do not talk over NCCL; None: they do."""
     if here.type != "cuda":
         return "torch sees no GPU"
     gpus = torch.cuda.device_count()
@@ -109,7 +109,7 @@ def _no_nccl(here: torch.device, place: TorchrunRank) -> str | None:
 
 
 def _store() -> dist.Store:
-    """Where ranks find each other.
+    """The address at which ranks find each other.
 
     torchrun keeps its store when it starts all ranks again, with the addresses of those that are
     gone, to which gloo would connect: every attempt has a place of its own.

@@ -100,7 +100,7 @@ MOST_STEPS = 5
 
 
 class Job(NamedTuple):
-    """What to measure, the same on every rank."""
+    """The sizes to measure, the same on every rank."""
 
     sizes: tuple[int, ...]
     rounds: int
@@ -109,7 +109,7 @@ class Job(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a rank found; only rank 0's is looked at."""
+    """The findings of a rank; only rank 0's are looked at."""
 
     measurements: list[Measurement]
     device_name: str

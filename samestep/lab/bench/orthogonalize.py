@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 class Function(NamedTuple):
-    """What is timed, and the polynomial it is to compute."""
+    """A contestant: the function that is timed, and the polynomial that it is to compute."""
 
     call: Callable[[Tensor], Tensor]
     reference: Reference | None
@@ -59,7 +59,7 @@ def _ours(method: str = "polar-express", **options: Any) -> Function:
 
 
 def _torch_single() -> Function:
-    """What torch.optim.Muon calls for each matrix; it scales its argument, hence the copy."""
+    """The function of torch.optim.Muon for each matrix; it scales its argument, hence the copy."""
     one: Any = peer("torch.optim._muon")._zeropower_via_newtonschulz
 
     def call(X: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ MOST_CALLS = 20
 
 @dataclass
 class Result(Shown):
-    """What a contestant has shown on one shape."""
+    """The results of a contestant on one shape."""
 
     calls: int = 1  # per turn
 
@@ -234,7 +234,7 @@ MEAN = 1.2
 
 
 class Lead(NamedTuple):
-    """How far ours is ahead of the best peer on one shape."""
+    """The lead of ours over the best peer on one shape."""
 
     shape: Shape
     best_peer: str
@@ -320,7 +320,7 @@ def as_json(
 
 
 def show(content: Mapping[str, Any], names: Sequence[str], screen: Screen) -> None:
-    """What the receipt says."""
+    """The record for the receipt."""
     times, rates, accuracy = [], [], []
     for told in content["shapes"]:
         shape, everybody = str(Shape(*told["shape"])), told["contestants"]

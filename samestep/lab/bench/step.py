@@ -68,7 +68,7 @@ class NotAStepError(Exception):
 
 @dataclass
 class Result(Shown):
-    """What a contestant has shown of its step."""
+    """The results of a contestant's step."""
 
     first_s: float | None = None  # with compilation and tuning
     state_bytes: int | None = None
@@ -267,7 +267,7 @@ DERIVED = ("times_floor", "tflops", "percent_of_product", "percent_of_copy", "ti
 def numbers(
     result: Result, shapes: Shapes, results: Sequence[Result], ceilings: Ceilings
 ) -> dict[str, float | None]:
-    """What follows from a median; TFLOP/s count the least work, not what was done beyond it."""
+    """Figures that follow from a median; TFLOP/s count the least work, and nothing beyond it."""
     ms, contestant = result.ms, result.contestant
     if not ms:
         return dict.fromkeys(DERIVED)
@@ -288,7 +288,7 @@ def numbers(
 
 
 def show(told: Mapping[str, Any], judged: Sequence[Verdict], screen: Screen) -> None:
-    """What the receipt says of a set."""
+    """The record of a set for the receipt."""
     shown = [each for each in told["contestants"] if each["ms"] and not each["failed"]]
     title = f"{told['set']}: floor {told['floor']['ms']:.3g} ms with clipping"
     screen.table(title, SPEED, [_speed(each) for each in shown])

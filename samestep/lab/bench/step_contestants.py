@@ -1,4 +1,4 @@
-"""Who takes part in `samestep bench step`: ours in several forms, peers at their best settings."""
+"""The contestants of `samestep bench step`: ours in several forms, peers at their best."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -80,7 +80,7 @@ BETAS = (0.9, 0.95)
 
 
 class Entry(NamedTuple):
-    """What a contestant brings: its optimizers, stepped one after the other, and its polynomial."""
+    """A contestant: its optimizers, stepped one after the other, and its polynomial."""
 
     optimizers: list[Any]
     reference: Reference | None = None
@@ -102,7 +102,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _ours(parameters: Parameters, **options: Any) -> Entry:
-    """As shipped, with clipping; `options` are what differs."""
+    """Our optimizer as shipped, with clipping; `options` are what differs."""
     groups = [
         {"params": parameters.matrices, "rule": "muon"},
         {"params": parameters.others, "rule": "adamw"},

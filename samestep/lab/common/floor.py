@@ -17,7 +17,7 @@ CLIP_BYTES = 4  # gradient in, once more
 
 
 class Rates(Protocol):
-    """What a device does in a second."""
+    """The rates of a device, per second."""
 
     @property
     def flops(self) -> float: ...
@@ -38,7 +38,7 @@ class Floor(NamedTuple):
 
 
 def least_flops(rows: int, cols: int) -> int:
-    """Of the orthogonalization of one block."""
+    """The least FLOPs of the orthogonalization of one block."""
     m, n = min(rows, cols), max(rows, cols)
     return min(15 * m * m * n + 5 * m**3, 6 * m * m * n + 14 * m**3)
 
@@ -46,7 +46,7 @@ def least_flops(rows: int, cols: int) -> int:
 def step_floor(
     matrices: Iterable[Sequence[int]], others: Iterable[Sequence[int]], *, clips: bool
 ) -> Floor:
-    """Of Muon on matrices (2-D, or 3-D stacks of them) and AdamW on the others."""
+    """The floor of Muon on matrices (2-D, or 3-D stacks) and AdamW on the others."""
     flops = traffic = 0.0
     for shape in matrices:
         flops += prod(shape[:-2]) * least_flops(*shape[-2:])

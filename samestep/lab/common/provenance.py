@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def code_digest(make_model: Callable[[], nn.Module] | None = None, folder: Path = PACKAGE) -> str:
-    """Of the names and contents of a package's files, and of a user's model as it begins."""
+    """A digest of a package's files, and of a user's model as it begins."""
     digest = _of_files(folder).copy()
     if make_model is not None:
         for name, param in make_model().named_parameters():
@@ -66,7 +66,7 @@ def _of_files(folder: Path) -> "hashlib._Hash":
 
 
 def commit(folder: Path = PACKAGE) -> str | None:
-    """What git calls the code, with a + if files were changed since; None: it is not git's."""
+    """The commit of the code, with a + if files were changed since; None: it is not git's."""
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # not just inside a repository
         changed = _git(folder, "status", "--porcelain", "--", ".")

@@ -39,7 +39,7 @@ Parts = dict[str, float]  # bytes by what they are for
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank is given per step; ranks of tensor parallel and of a pipeline are given the same.
+    """The batch of a rank per step; ranks of tensor parallel and of a pipeline have the same.
 
     tokens: of one micro-batch.
     """
@@ -55,7 +55,7 @@ class Batch:
 
 
 class Activations(NamedTuple):
-    """Of one rank, in bytes.
+    """The activations of one rank, in bytes.
 
     kept: when most micro-batches wait for their backward pass, by what it is for.
     passing: what comes on top in the costliest moment of backward.
@@ -71,7 +71,7 @@ class Activations(NamedTuple):
 
 
 class LayerMemory:
-    """What the layers of a decoder keep of one micro-batch."""
+    """The activations that the layers of a decoder keep of one micro-batch."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class LayerMemory:
 
     @property
     def boundary(self) -> float:
-        """What goes from layer to layer."""
+        """The stream that goes from layer to layer."""
         return self.stream * self.shape.width * self.width
 
     def is_sparse(self, number: int) -> bool:
@@ -97,7 +97,7 @@ class LayerMemory:
         return self.shape.experts > 0 and number >= self.shape.dense_layers
 
     def block(self, number: int, recompute: Recompute = "none") -> Parts:
-        """Of one layer, from its input on."""
+        """The activations of one layer, from its input on."""
         if recompute == "full":
             return {"inputs of blocks": self.boundary}
         if recompute == "selective":
@@ -128,7 +128,7 @@ class LayerMemory:
         return 8 * self.tokens * self.shape.vocabulary
 
     def block_passes(self, number: int, recompute: Recompute) -> float:
-        """What the backward pass of a layer adds: gradients, and all that it computes again."""
+        """The memory that backward of a layer adds: gradients, and all that it computes again."""
         shape, degrees = self.shape, self.degrees
         hidden, stream = 3 * shape.hidden / degrees.tp, 2.0 * shape.width * self.width
         if self.is_sparse(number):  # all experts of a rank, on what they were sent
@@ -172,7 +172,7 @@ class LayerMemory:
         return self.tokens * found
 
     def _mlp(self, hidden: int, recompute: Recompute) -> float:
-        """Its input and hidden channels, before and after they are bent."""
+        """The bytes of an MLP: its input and hidden channels, before and after the activation."""
         width, gates = self.shape.width, 2 if self.shape.gated else 1
         times = 1 if recompute == "selective" else 2
         return self.tokens * self.width * (times * gates * hidden / self.degrees.tp + width)
@@ -212,7 +212,7 @@ class LayerMemory:
 
     @property
     def stages(self) -> int:
-        """How many stages the whole pipeline has."""
+        """The number of stages of the whole pipeline."""
         return self.degrees.pp * self.batch.stages_per_rank
 
     def stage_layers(self) -> list[range]:
@@ -220,7 +220,7 @@ class LayerMemory:
         return spread(self.shape.layers, self.stages)
 
     def of_rank(self, stage: int) -> Activations:
-        """Of a rank of the pipeline (or of all, if there is none), when most is alive."""
+        """The activations of a rank of the pipeline (or of all), when most is alive."""
         batch, degrees, layers = self.batch, self.degrees, self.stage_layers()
         passes = passes_of(stage, degrees.pp, batch.micro_batches, batch.stages_per_rank)
         in_flight = most_in_flight(passes)
@@ -243,7 +243,7 @@ class LayerMemory:
         return Activations(total, max(0, round(passing)), sum(in_flight.values()))
 
     def _of_stages(self, in_flight: Mapping[int, int]) -> float:
-        """What torch's stages hold: results until backward, and room for what is received.
+        """The memory of torch's stages: results until backward, and room for what is received.
 
         That room is there for every micro-batch all the time. What is received is the input of the
         first layer, which is counted there for those in flight.

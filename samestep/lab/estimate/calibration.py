@@ -1,4 +1,4 @@
-"""Where rates of hardware come from: measured on this machine, or from a receipt of a GPU.
+"""Rates of hardware: measured on this machine, or from a receipt of a GPU.
 
 `samestep plan --calibrate` measures on all ranks at once, since they share the machine when they
 train, and writes the hardware file; `hardware_of` reads a receipt of `samestep bench step`.
@@ -45,7 +45,7 @@ Clock = Callable[[], float]  # seconds
 
 
 class Measured(NamedTuple):
-    """What a rank has found."""
+    """The measurements of a rank."""
 
     product_rates: dict[int, float]
     bytes_rate: float
@@ -106,7 +106,7 @@ def _seconds(call: Callable[[], object], clock: Clock) -> float:
 
 
 def _product_rate(side: int, clock: Clock) -> float:
-    """Of orthogonalization as it runs, on a block of that side and one four times as long."""
+    """The rates of orthogonalization, on a block of that side and one four times as long."""
     blocks = [torch.randn(1, side, side), torch.randn(1, side, 4 * side)]
     flops = sum(orthogonalize_flops(*block.shape[1:]) for block in blocks)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""What a plan has chosen for its ranks and links, and why: buckets, levels, owners of blocks.
+"""Choices of a plan for its ranks and links, with reasons: buckets, levels, owners.
 
 Whole blocks have one owner each. With more ranks than blocks most own none, and the owner of the
 largest block is waited for: more ranks do not make that shorter. The ranks of a host could share
@@ -27,7 +27,7 @@ PRODUCT_DTYPE = torch.float16  # of orthogonalization on accelerators
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """Of parameters that ranks have copies of.
+    """The choices for parameters that ranks have copies of.
 
     elements: of a bucket at most; `given`: the user chose, not the plan.
     begins: seconds that a collective takes to get going; travels: that all bytes take.
@@ -77,7 +77,7 @@ class BucketChoice:
 
 @dataclass(frozen=True)
 class OwnerChoice:
-    """Of whole blocks on all ranks of a plan.
+    """The owners of whole blocks on all ranks of a plan.
 
     without: ranks that own none.
     enough: from so many owners on more do not help: all FLOPs over those of the largest block.
@@ -131,13 +131,13 @@ class OwnerChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the plan of one pipeline stage chose: its buckets, and who owns blocks."""
+    """The choices of one pipeline stage's plan: its buckets, and who owns blocks."""
 
     buckets: list[BucketChoice]
     owners: OwnerChoice | None  # None: no matrix rule, or every rank computes every block
 
     def lines(self) -> list[tuple[str, str]]:
-        """What was chosen, and how and why."""
+        """A choice, with how and why."""
         found = [line for each in self.buckets for line in each.lines()]
         return found + list(self.owners.lines() if self.owners is not None else ())
 
@@ -213,7 +213,7 @@ def _of_owners(plan: GridPlan, hardware: Hardware, within: float) -> OwnerChoice
 
 
 def shared_block_seconds(shape: tuple[int, int], ranks: int, hardware: Hardware) -> float:
-    """Of one block whose products so many ranks of a host share, row by row.
+    """The time of one block whose products so many ranks of a host share, row by row.
 
     Before the first product its gradient comes to all of them; after each product that another one
     needs whole, its rows are gathered.

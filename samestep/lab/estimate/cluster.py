@@ -48,7 +48,7 @@ ON_HEADS = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?norm")
 
 
 class Share(NamedTuple):
-    """What is decided about a parameter before FSDP2 comes.
+    """The placement of a parameter before FSDP2 comes.
 
     model_dim: the dim that tensor parallel cuts; None: every rank has a copy.
     is_expert: it is a stack of experts, which the expert axis cuts.
@@ -66,7 +66,7 @@ ShareOf = Callable[[str, Tensor], Share]  # by name
 
 
 def plan_shares(model: nn.Module, plan: Plan, degrees: Degrees) -> ShareOf:
-    """What a plan says of the parameters of a model, or of one stage of it."""
+    """The placements of the parameters of a model, or of one stage of it."""
     from samestep.parallel.apply import shard_rules  # with all of FSDP2, which no guess needs
 
     rules = shard_rules(model, plan)
@@ -99,7 +99,7 @@ class _Axes:
         self.has_fsdp = prod(self.sizes[axis] for axis in (*self.copies, *self.dense)) > 1
 
     def inner(self, share: Share) -> dict[str, Cut]:
-        """What is cut before FSDP2, by axis."""
+        """The dims that are cut before FSDP2, by axis."""
         axes = {"expert": Cut(0)} if share.is_expert else {}
         axes |= {"model": Cut(share.model_dim)}
         return {axis: cut for axis, cut in axes.items() if self.sizes[axis] > 1}
@@ -114,7 +114,7 @@ def stack_grid(degrees: Degrees, stage: int = 0) -> Grid:
 
 
 def stack_spread(degrees: Degrees, share_of: ShareOf, *, fsdp: bool = True) -> Spread:
-    """How parameters lie; `fsdp=False`: with copies where FSDP2 would shard."""
+    """The layout of parameters; `fsdp=False`: with copies where FSDP2 would shard."""
     axes = _Axes(degrees)
     by_fsdp = fsdp and axes.has_fsdp
 
@@ -140,7 +140,7 @@ def stack_spread(degrees: Degrees, share_of: ShareOf, *, fsdp: bool = True) -> S
 
 
 def _factor(axes: _Axes, share: Share) -> SpreadOver:
-    """Of LoRA: whole on all ranks but those of tensor parallel, with a summand on each."""
+    """LoRA's factors: whole on all ranks but those of tensor parallel, with a summand on each."""
     outer = [(axis,) for axis in axes.copies] + [axes.dense]
     same_tokens = not axes.has_fsdp and axes.sizes["expert"] > 1
     mesh = [*outer, *([("expert",)] if same_tokens else [])]
@@ -163,7 +163,7 @@ def stack_on_grid(
     device: torch.device | None = None,
     hardware: Hardware | None = None,
 ) -> GridPlan:
-    """What an optimizer of one stage, built in one process, would do on all ranks of it."""
+    """The grid plan of one stage's optimizer, built in one process for all ranks of it."""
     grid = stack_grid(degrees, stage)
     everyone, outer = grid.peers(*grid.sizes), None
     if not fsdp and degrees.replicate > 1 and degrees.tp * degrees.ep == 1:
@@ -181,7 +181,7 @@ def stack_on_grid(
 def stack_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], share_of: ShareOf, degrees: Degrees
 ) -> list[Unit]:
-    """What FSDP2 gathers at once: the rest, blocks, stacks of experts; [] where it is not.
+    """The units that FSDP2 gathers at once: the rest, blocks, stacks of experts; [] without it.
 
     In the order in which forward enters them. blocks: modules by name, as in a plan.
     """
@@ -221,7 +221,7 @@ def stack_units(
 
 
 def _part(param: Tensor, axes: _Axes, share: Share) -> Tensor:
-    """As large as what a rank has of a parameter before FSDP2 comes."""
+    """A meta tensor as large as a rank's part of a parameter before FSDP2 comes."""
     sizes = list(param.shape)
     for axis, cut in axes.inner(share).items():
         if cut.dim is not None:
@@ -253,7 +253,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned: a model on a cluster, and what a rank is given per iteration, if known.
+    """A plan: a model on a cluster, and the batch of a rank per iteration, if known.
 
     Raises BadRequestError for what does not exist.
     """
@@ -266,18 +266,18 @@ class Job:
 
     @property
     def layers(self) -> LayerMemory | None:
-        """Of one micro-batch; None where nobody knows the batch or the shape of the model."""
+        """The figures of one micro-batch; None where the batch or the model's shape is unknown."""
         if self.batch is None or self.model.shape is None:
             return None
         dtype, on_cpu = next(self.model.module.parameters()).dtype, self.hardware.on_cpu
         return LayerMemory(self.model.shape, self.degrees, self.batch, dtype, on_cpu=on_cpu)
 
     def module(self, stage: int) -> nn.Module:
-        """What a rank of the pipeline has."""
+        """The parameters of a rank of the pipeline."""
         return self.model.stage(stage, self.degrees.pp, self.settings.stages_per_rank)
 
     def stages(self) -> Iterator[int]:
-        """Of pipeline stages with the same shapes the first: their plans are the same.
+        """The first of pipeline stages with the same shapes: their plans are the same.
 
         And it holds the activations of the most micro-batches.
         """
@@ -306,7 +306,7 @@ class Job:
             raise BadRequestError(str(error)) from error
 
     def units(self, stage: int) -> list[Unit]:
-        """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
+        """The units that FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
 
         Experts see the tokens that choose them, where it is known how many do.
         """
@@ -369,12 +369,12 @@ def _check_experts(module: nn.Module, ep: int) -> None:
 
 
 def guessed_shares(degrees: Degrees) -> ShareOf:
-    """What a plan would say, by the names that models use."""
+    """The placement that a plan would give, by the names that models use."""
     return partial(guessed_share, own_stream=degrees.sequence_parallel)
 
 
 def guessed_share(name: str, param: Tensor, *, own_stream: bool = False) -> Share:
-    """The same; `own_stream`: ranks of tensor parallel have positions of their own."""
+    """The sharded layout; `own_stream`: ranks of tensor parallel have positions of their own."""
     takes_in = bool(TAKES_IN.search(f"{name}."))
     if is_expert(name, param):
         return Share(1 + takes_in, is_expert=True)

@@ -1,4 +1,4 @@
-"""What each operation of a schedule launches on all ranks, and how long that takes.
+"""Collectives that each operation of a schedule launches on all ranks, and their time.
 
 Transfers of the plan, and scalars.
 
@@ -70,11 +70,11 @@ class Collective:
         return self._first.levels
 
     def of(self, place_among: int) -> Transfer | None:
-        """What the ranks at a place in `among` send."""
+        """The bytes that ranks at a place in `among` send."""
         return self.transfers[place_among if self.among is not None else 0]
 
     def of_rank(self, rank: int, grid: Grid) -> Transfer | None:
-        """What a rank of the grid sends."""
+        """The bytes that a rank of the grid sends."""
         return self.of(0 if self.among is None else grid.place(rank, self.among))
 
     def sent_by_all(self) -> Tensor:
@@ -137,7 +137,7 @@ class Launches:
         self._grid_plan = grid_plan
 
     def of_step(self, rank: int | None = None) -> list[Collective]:
-        """Those that a rank launches; None: those of all."""
+        """The collectives that a rank launches; None: those of all."""
         operations = self._grid_plan.schedule(rank)
         inside = 0  # backward, which is over when a step begins
         if self._grid_plan.distribution.overlap_grad_reduce:
@@ -151,11 +151,11 @@ class Launches:
         return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
-        """What comes before the first operation: problems of other stages, if nothing is agreed."""
+        """Collectives before the first operation: problems of other stages, if nothing is agreed."""
         return [] if self._grid_plan.placements else list(self._hear_others())
 
     def of(self, operation: Operation) -> Iterator[Collective]:
-        """What an operation launches."""
+        """The collectives that an operation launches."""
         there = len(self._grid_plan.placements)
         if isinstance(operation, OfBucket) and operation.bucket.placement == there:
             return  # of one process
@@ -189,7 +189,7 @@ class Launches:
     def _codes(
         self, name: str, peers: Peers | None, elements: int = PROBLEM_CODES
     ) -> Iterator[Collective]:
-        """Of some ranks, where there are others that have to know; a GPU does not wait for it."""
+        """The agreement of some ranks where others have to know; a GPU does not wait for it."""
         if peers is not None and self._grid_plan.device.type == "cpu":
             yield from _summed(name, peers, torch.int64, elements)
 
@@ -255,7 +255,7 @@ class Launches:
             yield Collective(tuple(sums), over, among=others)
 
     def _held_by(self, placement: GridPlacement, params: Sequence[int], rank: int) -> int:
-        """How many elements of some parameters a rank holds."""
+        """The number of elements of some parameters that a rank holds."""
         place, (blocks,) = self._grid_plan.grid.place(rank, placement.mesh), placement.block_plans
         return sum(blocks.held[param].boxes[place].numel for param in params)
 
@@ -326,7 +326,7 @@ def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Itera
 
 
 def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
-    """Of the busiest direction of any peer, by group of peers; the shape of the grid."""
+    """The seconds of the busiest direction of any peer, by group; the shape of the grid."""
     carried = maximum(each.sent_by_all(), each.received_by_all())
     spread = grid.maximum(each.spread(carried, grid), each.peers)
     fabric = hardware.fabric(each.peers, grid)
@@ -379,7 +379,7 @@ def legs_of(each: Collective, grid: Grid, hardware: Hardware) -> list[Leg]:
 
 
 def seconds_in_two(transfer: Transfer | None, fabric: Fabric) -> tuple[float, Tensor]:
-    """Of the busiest rank inside a host; and across hosts, of each column: (ranks of a host,).
+    """The bytes of the busiest rank inside a host; and across hosts of each column.
 
     A column, the ranks at one place of every host, has neighbouring segments.
     """
@@ -405,7 +405,7 @@ Counted = tuple[tuple[Collective, int], ...]  # and how many of them there are
 
 
 def counted(collectives: Sequence[Collective]) -> Counted:
-    """Those that differ: layers are alike."""
+    """The collectives that differ: layers are alike."""
     known = {(each.transfers, each.peers): each for each in collectives}
     counts = Counter((each.transfers, each.peers) for each in collectives)
     return tuple((each, counts[key]) for key, each in known.items())

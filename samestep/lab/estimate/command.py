@@ -186,7 +186,7 @@ def settings_of(options: Options) -> Settings:
 
 
 def _every_stage(job: Job, worst: StageFigures) -> dict[Stage, StageNeeds]:
-    """Of all stages that exist on this mesh."""
+    """The plans of all stages on this mesh."""
     every: dict[Stage, StageNeeds] = {}
     settings = job.settings
     for stage in STAGES:

@@ -147,7 +147,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _of_transformers(config: dict[str, Any], kind: str, path: Path) -> tuple[nn.Module, str]:
-    """Its model, of the class that the file names or else of the one for causal language models."""
+    """The model of a file's class, or else of the one for causal language models."""
     import transformers
 
     version = f"transformers {transformers.__version__}"
@@ -178,7 +178,7 @@ def _of_transformers(config: dict[str, Any], kind: str, path: Path) -> tuple[nn.
 
 
 def known_shape(config: Config, kind: str, path: Path) -> Shape:
-    """What a file says of a type of `KNOWN`; raises NotCountedError for what no `Shape` has."""
+    """The shape of a known type of model; raises NotCountedError for what no `Shape` has."""
     known = KNOWN[kind]
     config = {**known.defaults, **config}
 

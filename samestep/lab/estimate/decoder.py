@@ -191,7 +191,7 @@ def build(shape: Shape, dtype: torch.dtype) -> nn.Module:
 
 
 def gpt_shape(config: "GPTConfig") -> Shape:
-    """Of the example GPT."""
+    """The shape of the example GPT."""
     return Shape(
         name="gpt",
         vocabulary=config.vocab_size,

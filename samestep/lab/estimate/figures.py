@@ -69,12 +69,12 @@ class StageNeeds:
 
     @property
     def peak(self) -> int:
-        """Of the step, or of forward and backward if that is more."""
+        """The peak of the step, or of forward and backward if that is more."""
         return max(self.memory.peak, self.model_peak)
 
     @property
     def model_peak(self) -> int:
-        """Of forward and backward; 0, where activations are not known."""
+        """The peak of forward and backward; 0, where activations are not known."""
         return 0 if self.activations is None else self.beside.peak + self.activations.peak
 
     @property
@@ -125,7 +125,7 @@ def stage_needs(job: Job, plan: GridPlan, stage: int) -> StageNeeds:
 def _of_model(
     plan: GridPlan, sends: StageSends, degrees: Degrees, batch: Batch
 ) -> Iterator[GroupTraffic]:
-    """What layers and stages send."""
+    """The bytes that layers and stages send."""
     yield from _traffic(plan, sends.collectives(batch.recompute), "layers", batch.micro_batches)
     if degrees.pp > 1:
         count = sends.neighbours * batch.micro_batches

@@ -1,4 +1,4 @@
-"""What FSDP2 itself does in a training step: what it sends, and what it holds beside its shards.
+"""FSDP2 in a training step: what it sends, and what it holds beside its shards.
 
 A unit is what one `fully_shard` call manages. Shards are rows, as many on every rank: the last ones
 are padded. Units are gathered for forward and, unless they were kept, again for backward.
@@ -62,7 +62,7 @@ def passes_1f1b(stage: int, stages: int, micro_batches: int) -> str:
 
 
 def fsdp_collectives(units: Sequence[Unit], *, passes: str = "FB") -> list[Collective]:
-    """Those of the passes of one step, unit by unit; gradients are reduced in the last."""
+    """The collectives of one step's passes, unit by unit; the last one reduces gradients."""
     found = []
     for unit in units:
         found += gather_of(unit) * _count_of_gathers(unit, passes)
@@ -80,7 +80,7 @@ def _count_of_gathers(unit: Unit, passes: str) -> int:
 
 
 def gather_of(unit: Unit) -> list[Collective]:
-    """What makes a unit whole; nothing where one rank has it."""
+    """The gathers that make a unit whole; none where one rank has it."""
     ranks = unit.shard.size
     if ranks == 1:
         return []
@@ -90,7 +90,7 @@ def gather_of(unit: Unit) -> list[Collective]:
 
 
 def reductions_of(unit: Unit) -> list[Collective]:
-    """What adds up the gradients of a unit, in order."""
+    """The collectives that add up a unit's gradients, in order."""
     found = []
     trained, dtype = unit.trained, unit.params[0].dtype
     for param in unit.summands if unit.model.size > 1 else ():

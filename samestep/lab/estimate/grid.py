@@ -52,7 +52,7 @@ class Grid:
         return Peers(ordered, prod(sizes[axis] for axis in ordered))
 
     def place(self, rank: int, peers: Peers) -> int:
-        """Which one of its peers a rank is."""
+        """The place of a rank among its peers."""
         places = dict(self.beside)
         for axis, size in reversed(self.sizes.items()):
             rank, at = divmod(rank, size)
@@ -73,7 +73,7 @@ class Grid:
         return rank
 
     def spread(self, values: Tensor, peers: Peers) -> Tensor:
-        """What each peer has, (peers.size,), for all ranks: the shape of the grid."""
+        """Spread figures of each peer, (peers.size,), over all ranks: the shape of the grid."""
         for axis in peers.axes:
             if axis in self.beside:
                 place, size = self.beside[axis]
@@ -82,7 +82,7 @@ class Grid:
         return values.reshape(inner).expand(self.shape)
 
     def spread_both(self, values: Tensor, outer: Peers, inner: Peers) -> Tensor:
-        """What each inner peer has at each place of the outer ones, (outer.size, inner.size)."""
+        """Figures of each inner peer at each place of the outer ones, (outer.size, inner.size)."""
         axes = (*outer.axes, *inner.axes)
         together = self.peers(*axes)
         values = values.reshape([self.sizes[axis] for axis in axes])

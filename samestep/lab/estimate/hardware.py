@@ -1,4 +1,4 @@
-"""What a cluster can do, as numbers in a file: rates of a device, and of links between them."""
+"""Hardware as numbers in a file: rates of a device, and of links between devices."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -61,7 +61,7 @@ class Hardware:
         return Fabric(self.inside, self.between, peers.size, on_host)
 
     def seconds(self, kind: str, carried: float, fabric: Fabric) -> float:
-        """Of a collective in which the busiest rank sends or gets so many bytes."""
+        """The seconds of a collective in which the busiest rank sends or gets so many bytes."""
         by_ranks, ranks = self.measured.get(kind), fabric.ranks
         if by_ranks:
             nearest = min(by_ranks, key=lambda known: (abs(known - ranks), known))
@@ -75,7 +75,7 @@ def device_of(hardware: Hardware) -> torch.device:
 
 
 def peers_on_host(peers: Peers, grid: Grid, ranks_per_host: int) -> int:
-    """How many of its peers share a host with the first rank, itself included."""
+    """The number of peers that share a host with the first rank, itself included."""
     outside = [(axis, beside.size) for axis, beside in grid.beside.items()]
     stride, found = 1, 1
     for axis, size in reversed([*outside, *grid.sizes.items()]):

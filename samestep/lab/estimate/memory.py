@@ -68,7 +68,7 @@ class RankMemory(NamedTuple):
         return self.stays + self.gradients_then + self.in_flight
 
     def at(self, then: Then) -> "RankMemory":
-        """The same rank at another moment of the step."""
+        """The memory of this rank at another moment of the step."""
         return self._replace(
             gradients_then=then.gradients, buffers=then.buffers, temporaries=then.temporaries
         )

@@ -23,7 +23,7 @@ EXPERT_PART = "experts"  # of the name of a 3-D stack
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned. `shape` is None for a factory's, unless that made the example GPT."""
+    """A model to plan. `shape` is None for a factory's, unless that made the example GPT."""
 
     name: str
     source: str
@@ -32,12 +32,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many elements all parameters have."""
+        """The number of elements of all parameters."""
         return sum(param.numel() for param in self.module.parameters())
 
     @property
     def active_share(self) -> float:
-        """Of the experts those that a token chooses; all, where nobody knows."""
+        """The elements that a token meets: of the experts those that it chooses, if known."""
         if self.shape is None or not self.shape.experts or not self.shape.active_experts:
             return 1.0
         return self.shape.active_experts / self.shape.experts
@@ -98,7 +98,7 @@ def _made(path: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _own_shape(module: nn.Module) -> Shape | None:
-    """Of a factory's module only that of the example GPT is known."""
+    """The shape of a factory's module: known of the example GPT alone."""
     from samestep.models.gpt import GPT  # with DTensors, which take long to import
 
     return gpt_shape(module.config) if isinstance(module, GPT) else None

@@ -1,4 +1,4 @@
-"""What `samestep plan` is asked for: its options, and the axes of `--mesh dp=8,tp=2,...`.
+"""Options of `samestep plan`, and the axes of `--mesh dp=8,tp=2,...`.
 
 Axes are given by name, and checked against each other and against the ranks.
 """
@@ -125,7 +125,7 @@ def read_mesh(text: str, ranks: int | None, *, sequence_parallel: bool = False) 
 
 
 def _question(sizes: dict[str, int], world: int, ranks: int) -> str:
-    """Why axes do not make up the ranks, and what would."""
+    """The reason why axes do not make up the ranks, and what would."""
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())
     parts = [f"{product} = {world:,} ranks, and there are {ranks:,}"]
     others = world // sizes.get("dp", 1)
@@ -143,7 +143,7 @@ def _question(sizes: dict[str, int], world: int, ranks: int) -> str:
 
 
 def read_batch(options: Options, degrees: Degrees) -> Batch | None:
-    """What a rank is given per iteration, None for no tokens; raises BadRequestError."""
+    """The batch of a rank per iteration, None for no tokens; raises BadRequestError."""
     for name in ("tokens", "batch", "sequence", "micro_batches"):
         if getattr(options, name) < 0:
             flag = name.replace("_", "-")
@@ -190,7 +190,7 @@ def read_batch(options: Options, degrees: Degrees) -> Batch | None:
 
 
 def questions(model: Model, degrees: Degrees, sequence: int = 0) -> list[str]:
-    """What can be planned, and still deserves a second look: lines of the contract, and hosts."""
+    """Doubts about what can be planned: lines of the contract, and hosts."""
     found = [str(term) for term in terms(_sizes(model, sequence), degrees) if not term.holds]
     if degrees.ep > 1 and model.shape is not None and not model.shape.experts:
         found.append(f"ep={degrees.ep}, and the model has no experts: they are data parallel")
@@ -202,7 +202,7 @@ def questions(model: Model, degrees: Degrees, sequence: int = 0) -> list[str]:
 def not_counted(
     model: Model, degrees: Degrees, sharding: str, batch: Batch | None = None
 ) -> list[str]:
-    """What a step has beside what a plan of these axes tells."""
+    """Parts of a step that a plan of these axes does not tell of."""
     found = []
     cut = [f"{name}={getattr(degrees, name)}" for name in ("tp", "ep", "pp")]
     cut = [text for text in cut if not text.endswith("=1")]

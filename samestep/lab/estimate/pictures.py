@@ -71,7 +71,7 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
 
 
 def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
-    """What the worst rank holds at its peak, per stage, against the device's memory.
+    """A picture of the worst rank's peak per stage, against the device's memory.
 
     With activations there are two moments: below the step, that of forward and backward.
     """

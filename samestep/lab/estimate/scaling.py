@@ -1,4 +1,4 @@
-"""How a plan scales: the same model on 8, 16, ... 4096 ranks, of which the data ranks grow."""
+"""Scaling of a plan: the same model on 8, 16, ... 4096 ranks, of which the data ranks grow."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,7 +60,7 @@ class Point:
 
 
 def numbers_of_ranks(degrees: Degrees, ranks: Sequence[int] = RANKS) -> list[int]:
-    """Those that the axes beside data divide."""
+    """The numbers of ranks that the axes beside data divide."""
     others = degrees.pp * degrees.replicate * degrees.ep * degrees.tp
     found = [number for number in ranks if number % others == 0]
     if not found:
@@ -71,7 +71,7 @@ def numbers_of_ranks(degrees: Degrees, ranks: Sequence[int] = RANKS) -> list[int
 
 
 def batch_of(job: Job) -> Batch:
-    """What a rank is given; where nobody says, as many micro-batches as a pipeline has stages."""
+    """The batch of a rank; by default as many micro-batches as a pipeline has stages."""
     stages, per_rank = job.degrees.pp, job.settings.stages_per_rank
     return job.batch or Batch(TOKENS // stages, stages, stages_per_rank=per_rank)
 
@@ -101,7 +101,7 @@ def point_of(
     weak: Training | None,
     strong: Training | None,
 ) -> Point:
-    """Of a plan of one stage, in two trainings."""
+    """The plan of one stage, in two trainings."""
     step, same, less = (simulate(plan, hardware, training=each) for each in (None, weak, strong))
     sent = plan.grid.zeros()
     for each in Launches(plan).of_step():

@@ -1,4 +1,4 @@
-"""What a model itself sends while it runs: layers under tensor and expert parallel, stages.
+"""Traffic of a model itself: of layers under tensor and expert parallel, and of stages.
 
 Of one micro-batch, as `samestep.parallel` does it (n tokens, C channels, K experts per token):
 
@@ -29,7 +29,7 @@ from samestep.plan.transfers import Traffic, Transfer, of_segments
 
 
 class Sends(NamedTuple):
-    """Of one layer and micro-batch, in order.
+    """The collectives of one layer and micro-batch, in order.
 
     again: of forward what is sent again where backward computes a layer once more.
     opening: how many of backward come before that.
@@ -46,7 +46,7 @@ class Sends(NamedTuple):
 
 
 class LayerSends:
-    """What the layers of a decoder send for one micro-batch."""
+    """The collectives of a decoder's layers for one micro-batch."""
 
     def __init__(self, memory: LayerMemory) -> None:
         self._memory, self._shape, self._degrees = memory, memory.shape, memory.degrees
@@ -87,7 +87,7 @@ class LayerSends:
         return Sends((*into, self._gather("logits", whole)), out)
 
     def of_rank(self, stage: int) -> "StageSends":
-        """What the layers of one rank of the pipeline send, and what it sends to others."""
+        """The traffic of the layers of one rank of the pipeline, and of the rank to others."""
         ranks, stages = self._degrees.pp, self._memory.stages
         layers: dict[int, list[Sends]] = {}
         for number in range(stage, stages, ranks):
@@ -103,7 +103,7 @@ class LayerSends:
     # --- parts -------------------------------------------------------------------------------
 
     def _branch(self, name: str) -> Sends:
-        """What takes the stream, cuts it between ranks and adds to it."""
+        """The collectives of a part that takes the stream, cuts it between ranks and adds to it."""
         if self._model.size == 1:
             return Sends()
         into, out = self._enter(name), self._enter_backward(name)
@@ -131,7 +131,7 @@ class LayerSends:
         )
 
     def _on_model(self) -> tuple[tuple[Collective, ...], ...]:
-        """Of ranks of tensor parallel: before and after their experts, and so in backward."""
+        """The collectives of tensor parallel ranks before and after experts, and so in backward."""
         whole_experts, in_sequence = self._degrees.expert_tp == 1, self._degrees.sequence_parallel
         if self._model.size == 1 or (whole_experts and in_sequence):
             return (), (), (), ()
@@ -152,7 +152,7 @@ class LayerSends:
         return into, (self._scatter("experts", dtype=wide),), (mixed,), back
 
     def _between_experts(self) -> Sends:
-        """Of ranks that have other experts."""
+        """The collectives of ranks that have other experts."""
         if self._expert.size == 1:
             return Sends()
         if self._degrees.ep_carries_data:
@@ -205,7 +205,7 @@ class LayerSends:
 
 
 class StageSends(NamedTuple):
-    """Of a rank of the pipeline and one micro-batch: by stage that it has, and boundaries."""
+    """The traffic of a rank of the pipeline and one micro-batch: by stage, and at boundaries."""
 
     layers: dict[int, list[Sends]]
     boundary: int  # bytes that go from stage to stage

@@ -37,7 +37,7 @@ def bubble(ranks: int, micro_batches: int, per_rank: int = 1) -> Fraction:
 
 
 def passes_of(rank: int, ranks: int, micro_batches: int, per_rank: int = 1) -> list[Pass]:
-    """What a rank runs, in order; `per_rank` stages of it: 1F1B if one, else interleaved."""
+    """The passes of a rank in order; `per_rank` stages of it: 1F1B if one, else interleaved."""
     total = per_rank * micro_batches
     if per_rank == 1:  # first "F", then a backward pass for every forward pass
         ahead = min(micro_batches, ranks - rank)

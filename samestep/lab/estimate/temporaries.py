@@ -1,4 +1,4 @@
-"""How much memory a rule needs while it runs: found by running it on tensors without memory."""
+"""Temporaries of rules, found by running them on tensors without memory."""
 
 import platform
 import weakref
@@ -83,13 +83,13 @@ class RulePeaks:
             self._options["compute_dtype"] = torch.float32  # what the device would choose
 
     def stack(self, count: int, block: tuple[int, int], dtype: torch.dtype, *, master: bool) -> int:
-        """Of a matrix rule on so many blocks of one shape that lie in their parameters."""
+        """The peak of a matrix rule on so many blocks of one shape that lie in their parameters."""
         made = partial(self._operand, block, dtype, master)
         about = "stack", count, block, dtype, master
         return self._peak(update_blocks, lambda: [made() for _ in range(count)], about)
 
     def slice(self, elements: int, dtype: torch.dtype, *, master: bool) -> int:
-        """Of an elementwise rule on one slice."""
+        """The peak of an elementwise rule on one slice."""
         made = partial(self._operand, (elements,), dtype, master)
         found = self._peak(update_elementwise, made, ("slice", elements, dtype, master))
         # On the host AdamW's numbers are Python's, which saves a product, and a gradient is copied
@@ -98,7 +98,7 @@ class RulePeaks:
         return found - saved * elements * math_dtype(_meta((), dtype)).itemsize
 
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
-        """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
+        """The peak of the stage that needs whole blocks, with the stack it is given."""
         shapes = {
             key: own
             for key, own in self._rule.state_shapes(block, self._group).items()
@@ -125,7 +125,7 @@ class RulePeaks:
         return Operand(like.view(shape), _meta(shape, math_dtype(like)), state)
 
     def _peak(self, run: Callable[..., object], made: Callable[[], Any], about: object) -> int:
-        """Of the rule run on what was made for it; what the run gives counts too."""
+        """The peak of a rule run on what was made for it; what the run gives counts too."""
         key = self._text, self._on_cpu, self._on_cpu and _copies_transposed(), about
         if key not in _known:
             operands = made()

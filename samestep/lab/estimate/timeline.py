@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Shown:
-    """What is drawn of one rank."""
+    """The picture of one rank."""
 
     operations: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
@@ -251,7 +251,7 @@ class _Simulator:
                     self._run(own.shape.sending(Reduce, BucketId(number, place)))
 
     def _layers_send(self, collectives: Counted) -> None:
-        """What the layers of a pass send; nothing computes meanwhile."""
+        """Run the collectives of a pass's layers; nothing computes meanwhile."""
         before = self._now
         for each, count in collectives:
             (leg,) = legs_of(each, self._grid, self._hardware)
@@ -401,7 +401,7 @@ class _Simulator:
         return None if placement is None else placement.buckets
 
     def _of_blocks(self, chunk: BucketId, count: Callable[[BlockPlan, int], Tensor]) -> Tensor:
-        """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
+        """The parts of a chunk's blocks by rank; of copies each mesh has blocks of its own."""
         placement = self._grid_plan.placements[chunk.placement]
         nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
         known = {id(each): each for each in placement.block_plans}  # where all have the same
@@ -416,7 +416,7 @@ class _Simulator:
         return chunk_flops(blocks, number, self._hardware).seconds(self._hardware)
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
-        """What a transfer sends is put side by side, or what it brought into place."""
+        """The copies before or after a transfer: side by side, or into place."""
         own = self._buckets_of(bucket)
         if own is not None and transfer is not None:
             moved = 2 * transfer.elements * transfer.dtype.itemsize
@@ -444,7 +444,7 @@ class _Simulator:
         return self._occupy("host", about, leg, after)
 
     def _share_of(self, window: WindowId | None) -> float:
-        """How much of its bucket a window is."""
+        """The share of its bucket that a window is."""
         if window is None:
             return 1.0
         return self._nbytes[window] / max(1, self._bucket_bytes[window.bucket])
@@ -466,7 +466,7 @@ class _Simulator:
                 self._do(elementwise_work(blocks, self._hardware), placement.mesh, share)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
-        """Of what this rank has updated, to be sent."""
+        """The copy of what this rank has updated, to be sent."""
         placement = self._grid_plan.reduced_by(bucket)
         if placement is None or transfer is None:
             return
@@ -577,12 +577,12 @@ def _to_update(plan: BucketPlan, number: int) -> Tensor:
 
 
 def _elements(unit: Unit) -> float:
-    """Of what a token meets here: a rank's experts see the tokens of all that share the others."""
+    """The elements that a token meets here: experts see the tokens of all that share the others."""
     return sum(param.numel() for param in unit.params) * unit.brings_tokens
 
 
 def _name(run: Pass) -> str:
-    """Of a pass, for pictures."""
+    """The label of a pass, for pictures."""
     return f"{'forward' if run.kind == 'F' else 'backward'} {run.stage}.{run.micro_batch}"
 
 

@@ -21,7 +21,7 @@ FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token
 
 
 class Busy(NamedTuple):
-    """What the layers of a stage send in a pass, and its share of a rank's FLOPs."""
+    """The traffic of a stage's layers in a pass, and its share of a rank's FLOPs."""
 
     share: float = 1.0
     forward: Counted = ()
@@ -53,7 +53,7 @@ class Training:
 
 
 def training_of(job: Job, stage: int = 0) -> Training | None:
-    """Of one rank of the pipeline, with what FSDP2, layers and stages send; None for no tokens."""
+    """The training of one rank of the pipeline, with all traffic; None for no tokens."""
     batch, degrees = job.batch, job.degrees
     if batch is None:
         return None
@@ -90,7 +90,7 @@ def _slots(
     again: int,
     carried: int,
 ) -> list[list[Slot]]:
-    """Of all ranks of a pipeline, whose stages send each other so many bytes."""
+    """The training of all ranks of a pipeline, whose stages send each other so many bytes."""
     grid, hardware = stack_grid(job.degrees), job.hardware
     flops = batch.tokens / hardware.model_rate
     forward = [FORWARD * flops * size for size in elements]
@@ -110,7 +110,7 @@ def _longest(collectives: Counted, grid: Grid, hardware: Hardware) -> float:
 
 
 def _elements(module: nn.Module, job: Job) -> float:
-    """Of what a token meets on a rank."""
+    """The FLOPs of what a token meets on a rank."""
     found, share_of = 0.0, guessed_shares(job.degrees)
     for name, param in module.named_parameters():
         share = share_of(name, param)

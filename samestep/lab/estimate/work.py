@@ -24,13 +24,13 @@ shape_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: 
 
 
 def block_flops(block: Block) -> int:
-    """Of all matrices of a block."""
+    """The FLOPs of all matrices of a block."""
     return sum(shape_flops(*shape) for shape in block.matrices)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of all ranks of a plan: each (ranks of the plan,), in float64."""
+    """The work of all ranks of a plan: each (ranks of the plan,), in float64."""
 
     product_seconds: Tensor
     flops: Tensor
@@ -58,7 +58,7 @@ def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
 def piece_cost(
     shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware
 ) -> Cost:
-    """Of a block of that shape, or of a slice; the parameter has so many bytes per element."""
+    """The bytes of a block of that shape, or of a slice, at so many bytes per element."""
     narrower = 2 * (4 - width)  # than fp32, read and written
     if shape is None:
         return 0.0, 0.0, elements * (ADAMW_BYTES - narrower), 1
@@ -72,7 +72,7 @@ def _product(shape: tuple[int, int], moved: int, hardware: Hardware) -> Cost:
 
 @dataclass(frozen=True)
 class OwnerBalance:
-    """How evenly the orthogonalizations of a plan are spread.
+    """The balance of a plan's orthogonalizations over ranks.
 
     ratio: the busiest rank against the mean, which no assignment can bring below `bound`.
     """
@@ -123,7 +123,7 @@ def _owned_flops(placement: GridPlacement) -> Tensor:
 
 
 def bucket_work(buckets: BucketPlan, number: int, hardware: Hardware) -> Work:
-    """Of its updates, but those of blocks of which ranks have parts."""
+    """The work of updates, but those of blocks of which ranks have parts."""
     bucket = buckets.plan.buckets[number]
     width = buckets.plan.params[bucket.params[0]].torch_dtype.itemsize  # a bucket has one dtype
     costs = (
@@ -140,7 +140,7 @@ def bucket_work(buckets: BucketPlan, number: int, hardware: Hardware) -> Work:
 
 
 def local_work(grid_plan: GridPlan, hardware: Hardware) -> Work:
-    """Of one process that has everything."""
+    """The work of one process that has everything."""
     costs: list[Cost] = []
     for param in (param for group in grid_plan.groups for param in group["params"]):
         blocks, width = grid_plan.optimizer.plan.blocks[param], param.dtype.itemsize

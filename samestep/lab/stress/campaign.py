@@ -46,7 +46,7 @@ CasesByScenario = Sequence[Sequence[Case]]
 
 @dataclass
 class CaseResult:
-    """What came of a case.
+    """The result of a case.
 
     status: exact, within_tolerance, failed, interrupted, or does_not_apply: it was not run.
     reason: why it does not apply.
@@ -166,7 +166,7 @@ class Campaign:
 
 
 def _result(judge: Judge, endings: dict[int, Ending] | None = None) -> CaseResult:
-    """What came of a case; without endings: until it was interrupted."""
+    """The result of a case; without endings: until it was interrupted."""
     status = "failed" if judge.findings else "interrupted"
     if endings is not None:
         judge.end(endings)
@@ -190,7 +190,7 @@ def _does_not_apply(case: Case, on_result: OnResult) -> bool:
 
 @dataclass(frozen=True)
 class MutantResult:
-    """Which checks a mutant failed. `first` is the finding of the expected check, if it is one."""
+    """The checks that a mutant failed. `first`: the finding of the expected check, if it is one."""
 
     mutant: Mutant
     unpatched: str  # status of the case without the bug

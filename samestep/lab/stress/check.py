@@ -162,7 +162,7 @@ class _Entry(NamedTuple):
 
     @property
     def line(self) -> str:
-        """What must be the same before values can be compared."""
+        """The facts that must be the same before values can be compared."""
         if isinstance(self.value, str):
             return f"{self.kind} {self.name}"
         return f"{self.kind} {self.name}: {tuple(self.value.shape)} {self.value.dtype}"
@@ -273,7 +273,7 @@ def _option(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:
 
 
 def _text(value: Any) -> str:
-    """The same for the same value in every process, which is not so for the repr of anything."""
+    """A text that is the same for equal values in every process, as repr is not."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
     if isinstance(value, tuple | list):
@@ -289,7 +289,7 @@ def _text(value: Any) -> str:
 
 
 class _Comparison:
-    """What a group of ranks compares: checksums, and a summary of fixed size.
+    """The values that a group of ranks compares: checksums, and a summary of fixed size.
 
     The summary is what is compared first. Ranks that have not the same list of things have
     different summaries, and none waits for the others with a vector of another length.
@@ -321,7 +321,7 @@ class _Comparison:
         return agreed(self.summary, self.group, NAME).all()
 
     def locate(self) -> list[Drift]:
-        """Where ranks differ; raises on all of them if they have not the same things."""
+        """The differences between ranks; raises on all of them if they have not the same things."""
         what = "list of things to compare"
         require_same_lines(what, self.lines, self.group, self.device)
         places = differing(self.sums, self.group, NAME)
@@ -336,7 +336,7 @@ class _Comparison:
 
 
 def _drifts(of_all: _Comparison, of_some: Sequence[_Comparison]) -> list[Drift]:
-    """The same on all ranks: also what only some of them share."""
+    """The comparisons, the same on all ranks: also of what only some of them share."""
     agree = [comparison.agrees().to(of_all.device) for comparison in of_some]
     differs = torch.zeros(1, dtype=torch.int64, device=of_all.device)
     if agree:

@@ -138,7 +138,7 @@ def results_table(cases: Sequence[Entry]) -> Table:
 
 
 def _summary(cases: Sequence[Entry]) -> str:
-    """How many layouts are exact; the others by name."""
+    """A line with the number of exact layouts, and the others by name."""
     exact = sum(case["status"] == "exact" for case in cases)
     parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
     for case in cases:
@@ -152,7 +152,7 @@ def _summary(cases: Sequence[Entry]) -> str:
 
 
 def left_out(cases: Sequence[Entry]) -> list[str]:
-    """Why cases do not apply: a line for each reason, with the layouts and scenarios it is for."""
+    """Reasons why cases do not apply, a line each, with their layouts and scenarios."""
     scenarios = list(dict.fromkeys(case["scenario"] for case in cases))
     reasons: dict[str, list[Entry]] = {}
     for case in cases:
@@ -467,7 +467,7 @@ class Session:
 
 
 def _of_nccl(backend: str, ranks: int) -> dict[str, Any]:
-    """Which NCCL it was, and whether so many ranks of this machine had a GPU each."""
+    """The version of NCCL, and whether so many ranks of this machine had a GPU each."""
     found = library_version() if backend == "nccl" else None
     if found is None:
         return {}

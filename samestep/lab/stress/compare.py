@@ -1,4 +1,4 @@
-"""What changed between two receipts of `samestep stress`, what matters most first."""
+"""Changes between two receipts of `samestep stress`, what matters most first."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterato
 
 
 def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
-    """What only one receipt has; nobody's loss if not the `same` was asked for."""
+    """The cases that only one receipt has; no loss if not the `same` was asked for."""
     for where, (old, new) in pairs.items():
         if new is None and old is not None:
             text, _ = _ended(old)
@@ -161,7 +161,7 @@ def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
 
 
 def _ended(entry: Entry) -> tuple[str, bool]:
-    """Of a case or a mutant: how it ended, in words, and whether that is bad."""
+    """The ending of a case or a mutant in words, and whether it is bad."""
     if "caught" in entry:
         return "caught" if entry["caught"] else "escaped", not entry["caught"]
     return STATUSES[entry["status"]][1], entry["status"] == "failed"

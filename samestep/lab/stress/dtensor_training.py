@@ -56,7 +56,7 @@ class DTensorTraining(Training):
         return super().log(recorder) if self._logs is None else self._logs.compared(recorder)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Those that the optimizer has, whole; collective."""
+        """The parameters that the optimizer has, whole; collective."""
         groups = self.optimizer.param_groups
         named = (pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True))
         # Master copies are state: what ranks compute with is compared.
@@ -72,7 +72,7 @@ class DTensorTraining(Training):
         local_part(param).copy_(own)
 
     def _part(self, param: DTensor, whole: Tensor) -> Tensor:
-        """What this rank holds of a tensor that is placed as a parameter is."""
+        """The local part of a tensor that is placed as a parameter is."""
         if param not in self._slices:
             self._slices[param] = own_box(param).slices
         return whole[self._slices[param]]
@@ -201,7 +201,7 @@ KINDS = ("rows", "columns", "summands", "plain", "whole")
 
 
 class Cut(NamedTuple):
-    """How a parameter lies along some axes; along the others it has copies. No axes: plain."""
+    """The placement of a parameter along some axes, with copies along others. No axes: plain."""
 
     axes: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
@@ -357,7 +357,7 @@ class CopiesTraining(DTensorTraining):
 
 
 def share_out(given: Sequence[Tensor], copies: int, turn: int) -> list[Tensor | None]:
-    """What each of some copies gives, so that added up in order it has the bits of sum(given).
+    """The share of each copy, so that added up in order they have the bits of sum(given).
 
     A sum in floating point has an order: whoever comes first gives the sum of several, those that
     follow one each. By `turn` these are more or fewer, and others give nothing.

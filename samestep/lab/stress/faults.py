@@ -285,7 +285,7 @@ class Report:
 
 @dataclass
 class FaultResult:
-    """What came of a case."""
+    """The result of a case."""
 
     fault: str
     layout: str

@@ -362,7 +362,7 @@ def rows_of(split: Sequence[int] | str | None, rows: int) -> list[list[int]]:
 
 
 def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | str | None:
-    """Those of one parameter: the group's, or those of the one pattern that fits."""
+    """The options of one parameter: the group's, or those of the one pattern that fits."""
     patterns = split_sizes if isinstance(split_sizes, Mapping) else {name: split_sizes}
     found = [sizes for key, sizes in patterns.items() if name == key or fnmatchcase(name, key)]
     if len(found) > 1:
@@ -446,7 +446,7 @@ def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
 
 
 def variance_counts(blocks: Sequence[tuple[Tensor, list[int]]], options: Options) -> list[int]:
-    """Of each block: a number per row if it is not wide, or if asked for, else per column."""
+    """The variance of each block: per row if it is not wide, or if asked for, else per column."""
     if options["variance_axis"] == "rows":
         return [len(rows) for _, rows in blocks]
     return [max(len(rows), matrix.shape[1]) for matrix, rows in blocks]

@@ -116,11 +116,11 @@ class Scenario:
         return dict(RATES)
 
     def events(self, step: int) -> Sequence[Event]:
-        """What happens before a step."""
+        """An event before a step."""
         return ()
 
     def goes_on(self, step: int) -> Place | None:
-        """Where, if before a step the run is saved, ended, and loaded into a new one.
+        """The folder, if before a step the run is saved, ended, and loaded into a new one.
 
         `one_process` never is: it stands for the run that was not interrupted.
         """
@@ -131,17 +131,17 @@ class Scenario:
         return 1
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
-        """What a rank sends backward; None: this rank has no gradient at all."""
+        """The loss that a rank sends backward; None: this rank has no gradient at all."""
         raise NotImplementedError
 
     def known_gradients(
         self, model: nn.Module, step: int, rank: int, micro: int
     ) -> Gradients | None:
-        """What backward from `loss` gives, where that is known without it."""
+        """The gradients of backward from `loss`, where they are known without it."""
         return None
 
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
-        """What the scenario itself promises of the parameters, if that does not hold."""
+        """The broken promise of the scenario about the parameters, if there is one."""
         return None
 
 
@@ -165,7 +165,7 @@ class GradientScenario(Scenario):
         self._room = KEPT_ELEMENTS
 
     def gradient(self, of: Wanted) -> Tensor | None:
-        """What the scenario gives; None: the parameter has none."""
+        """The gradient that the scenario gives; None: the parameter has none."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
@@ -175,7 +175,7 @@ class GradientScenario(Scenario):
         return loss_with(model, {name: grads[name] for name in names[turn:] + names[:turn]})
 
     def known_gradients(self, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:
-        """Those of the parameters that are trained and have one; nobody may change them.
+        """The gradients of parameters that are trained and have one; nobody may change them.
 
         All layouts want the same ones, so small ones are kept: forked ranks find them made.
         """

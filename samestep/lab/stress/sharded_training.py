@@ -227,7 +227,7 @@ class HybridTraining(DTensorTraining):
         self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def parameters(self) -> dict[str, Tensor]:
-        """Of all stages; raises if copies differ."""
+        """The values of all stages; raises if copies differ."""
         check_replicas(self.model)
         return self._of_all_stages(super().parameters())
 
@@ -235,7 +235,7 @@ class HybridTraining(DTensorTraining):
         return self._of_all_stages(super().state())
 
     def fingerprint(self) -> str:
-        """Of all ranks' plans: optimizers compare each with those who share it."""
+        """A digest of all ranks' plans: optimizers compare each with those who share it."""
         return self._fingerprint
 
     def _of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:

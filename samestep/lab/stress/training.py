@@ -107,18 +107,18 @@ class Training:
         return found
 
     def program(self) -> dict[str, int]:
-        """What was counted of XLA's program, if there is one."""
+        """The counts of XLA's program, if there is one."""
         return {}
 
     def take_over(self, other: "Training") -> None:
         """Go on with what was counted of a run whose checkpoint was loaded."""
 
     def log(self, recorder: FlightRecorder) -> tuple[int, str]:
-        """How many collectives there were, and a digest that all ranks must share. Collective."""
+        """The number of collectives, and a digest that all ranks must share. Collective."""
         return recorder.count, recorder.digest
 
     def fingerprint(self) -> str:
-        """Of the plan, which all ranks must share."""
+        """A digest of the plan, which all ranks must share."""
         return self.optimizer.fingerprint()
 
     def _make_gradients(self, number: int) -> None:
@@ -195,13 +195,13 @@ class Training:
 
 
 def local_part(param: Tensor) -> Tensor:
-    """What a rank has of a parameter, to read and write."""
+    """The local part of a parameter, to read and write."""
     local: Tensor = param.to_local() if isinstance(param, DTensor) else param
     return local.detach()
 
 
 def rank_gradients(scenario: Scenario, model: nn.Module, step: int, rank: int) -> list[Gradients]:
-    """What a rank contributes, one entry for each time that gradients are reduced."""
+    """The gradients of a rank, one entry for each time that they are reduced."""
     rounds = []
     count = scenario.micro_batches(step)
     sums: Gradients = {}
@@ -218,7 +218,7 @@ def added(sums: Gradients, grads: Gradients) -> Gradients:
 
 
 def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:
-    """Of one micro-batch; without backward where that would only give what went in."""
+    """Make the gradients of one micro-batch; without backward where that changes nothing."""
     known = scenario.known_gradients(model, step, rank, micro)
     if known is not None:
         return known

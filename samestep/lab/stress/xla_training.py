@@ -28,7 +28,7 @@ from samestep.xla.tiling import Tiling, annotate, lay
 
 @dataclass
 class ProgramLog:
-    """What a run has asked of XLA inside its steps.
+    """The counts of what a run has asked of XLA inside its steps.
 
     kinds: steps that may differ: in which layout, which parameters are present in which groups, and
         which of them for the first time: counts begin, and equal zeros are one input to XLA.
@@ -62,7 +62,7 @@ class XlaTraining(Training):
         return model
 
     def _tiling(self, place: int, param: Tensor) -> Tiling | None:
-        """How a parameter is cut; None: it is not."""
+        """The cut of a parameter; None: there is none."""
         devices = tuple(range(self.scenario.world))
         if self.layout.mesh.get("fsdp"):
             return Tiling((1,) * param.ndim, devices).of_first_dim(param.ndim)
@@ -102,7 +102,7 @@ class XlaTraining(Training):
         runtime.sync()
 
     def _kind(self) -> object:
-        """What may make the program of a step another one."""
+        """The facts that may make the program of a step another one."""
         present = []
         for group in self.optimizer.param_groups:
             pairs = zip(group["param_names"], group["params"], strict=True)
@@ -186,7 +186,7 @@ class XlaTraining(Training):
         }
 
     def _even_elements(self, param: Tensor) -> float:
-        """How much of a parameter's state a device has if nothing is padded."""
+        """The share of a parameter's state on a device if nothing is padded."""
         return param.numel() / self.scenario.world
 
 
@@ -218,19 +218,19 @@ class XlaHybridTraining(XlaTraining):
         self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def _even_elements(self, param: Tensor) -> float:
-        """As the plan cuts the parameter: there are fewer experts than devices that share them."""
+        """The tiling by the plan: there are fewer experts than devices that share them."""
         tiling = self._stack.mesh.tiling(self._stack.specs[self._names[param]])
         parts = tiling.without_copies(param.shape).tiles
         return prod(ceil(size / cuts) for size, cuts in zip(param.shape, parts, strict=True))
 
     def parameters(self) -> dict[str, Tensor]:
-        """As each device sees them; raises if one lies otherwise than the plan says."""
+        """The parts as each device sees them; raises if one lies otherwise than the plan says."""
         self._stack.check()
         return super().parameters()
 
 
 def _on_host(value: Any) -> Any:
-    """The same with tensors on the host."""
+    """The values with tensors on the host."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ class GradientCheck:
             comm.checks.add(self)
 
     def problem(self) -> RankFailure | None:
-        """Why gradients of this rank's units cannot be used, if they cannot."""
+        """The reason why gradients of this rank's units cannot be used, or None."""
         for unit, comm in zip(self._units, self._comms, strict=True):
             if unit.reduce_scatter is not comm:
                 return RankFailure(
@@ -76,7 +76,7 @@ class GradientCheck:
 
 
 def _checked(unit: ReducedUnit) -> "CheckedReduceScatter":
-    """What stands before the reduce-scatter of a unit, put there if it is not."""
+    """The check before the reduce-scatter of a unit, put there if it is not."""
     found = unit.reduce_scatter
     if isinstance(found, CheckedReduceScatter):
         return found
@@ -85,7 +85,7 @@ def _checked(unit: ReducedUnit) -> "CheckedReduceScatter":
 
 
 def set_reduce_scatter(module: FSDPModule, comm: Any) -> None:
-    """As torch's `set_custom_reduce_scatter`, behind the check of what is sent, if there is one."""
+    """Set a reduce-scatter as torch does, behind the check of what is sent, if there is one."""
     units = units_of(module)
     before = [unit.reduce_scatter for unit in units]
     module.set_custom_reduce_scatter(comm)
@@ -217,7 +217,7 @@ class VoidSum:
         return self._versions.get(index, version) == version or bool(local_of(grad).any())
 
     def problem(self, places: Mapping[int, tuple[int, str]], rank: int) -> RankFailure:
-        """What keeps this rank from using gradients of the unit."""
+        """The reason that keeps this rank from using gradients of the unit."""
         self.close()
         params = self._unit.params
         for index in self._grads:

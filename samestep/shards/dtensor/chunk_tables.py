@@ -348,7 +348,7 @@ def _known(view: Tensor, size: Size) -> Tensor:
 
 
 def _rounded(chunk: LocalChunk, part: BlockShard, size: Size) -> Rounded | None:
-    """What kernels need to know of a part whose momentum is rounded at random."""
+    """The arguments of kernels for a part whose momentum is rounded at random."""
     where = chunk.local.elements[part.planned.param]
     if where is None:
         return None

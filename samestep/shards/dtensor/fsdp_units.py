@@ -114,7 +114,7 @@ def units_beside(params: Iterable[Tensor]) -> list["ReducedUnit"]:
 
 
 def units_of(module: FSDPModule) -> list["ReducedUnit"]:
-    """Those of a module that was given to `fully_shard`."""
+    """The units of a module that was given to `fully_shard`."""
     return [ReducedUnit(group) for group in _groups_of(module._get_fsdp_state())]
 
 
@@ -135,7 +135,7 @@ class ReducedUnit:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Those that were given to one `fully_shard` call."""
+        """The modules that were given to one `fully_shard` call."""
         modules: tuple[nn.Module, ...] = self._group.modules
         return modules
 
@@ -145,12 +145,12 @@ class ReducedUnit:
         return str(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
 
     def elements(self, index: int) -> int:
-        """How long the shard of a parameter is in every row of the packed gradients."""
+        """The length of a parameter's shard in every row of the packed gradients."""
         size: torch.Size = self._group.fsdp_params[index].padded_sharded_param_size
         return size.numel()
 
     def gathered(self, index: int) -> Tensor | None:
-        """What forward uses, once it was gathered: the same object from then on."""
+        """The tensor that forward uses once it was gathered: the same object from then on."""
         return getattr(self._group.fsdp_params[index], "_unsharded_param", None)
 
     @property

@@ -144,7 +144,7 @@ class Llama(nn.Module):
 
 
 def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> nn.Module:
-    """The same model of transformers, weights drawn in `dtype`; ImportError where it is missing."""
+    """The model of transformers, with weights drawn in `dtype`; ImportError where it is missing."""
     # Not a package of ours: without its types here, and not there everywhere.
     transformers: Any = import_module("transformers")
     sizes = {name: value for name, value in asdict(shape).items() if name != "rope_theta"}
@@ -298,7 +298,7 @@ def make_model(options: Options, seed: int) -> nn.Module:
 
 
 def transformers_version(options: Options) -> str | None:
-    """Of what the model comes from; BadRequestError where that is asked for and missing."""
+    """The version of the model's package; BadRequestError where it is asked for and missing."""
     if options.model == "builtin":
         return None
     try:

@@ -70,7 +70,7 @@ def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rate_share(step: int, steps: int, warmup: int = 40) -> float:
-    """Of the learning rates: a linear rise, then a linear fall over 65% of the steps, to 5%."""
+    """The factor on learning rates: a linear rise, then a fall over 65% of the steps, to 5%."""
     fall = round(0.65 * steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -106,7 +106,7 @@ def set_groups(optimizer: Any, step: int, steps: int) -> None:
 
 
 def its_optimizer(model: nn.Module, lr_scale: float = 1.0) -> Any:
-    """As the model sets it up; every learning rate times `lr_scale`."""
+    """The optimizer as the model sets it up; every learning rate times `lr_scale`."""
     with redirect_stdout(sys.stderr):
         optimizer: Any = model.setup_optimizer(weight_decay=WEIGHT_DECAY)  # type: ignore[operator]
     for group in optimizer.param_groups:
@@ -158,7 +158,7 @@ class Options(ClientOptions):
 
 
 def load(options: Options) -> Any:
-    """Its module with the model; BadRequestError says what is missing."""
+    """The module with the model; BadRequestError says what is missing."""
     make_importable(options.peer_path)
     try:
         # There it looks for the dtype of its passes when it is imported.

@@ -1,4 +1,4 @@
-"""What a client's trainings come to: lines as they go, tables, bars, JSON and a picture."""
+"""Reports on a client's trainings: lines as they go, tables, bars, JSON and a picture."""
 
 import statistics
 import sys
@@ -100,7 +100,7 @@ def of_contestants(seeds: Seeds) -> list[list[Training]]:
 
 
 def final_losses(trainings: Sequence[Training]) -> list[float]:
-    """Of those that came to their end."""
+    """The trainings that came to their end."""
     return [each.final_loss for each in trainings if each.final_loss is not None]
 
 

@@ -44,7 +44,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass
 class ClientOptions(SharedOptions):
-    """How a client is trained."""
+    """The schedule and sizes of a client's training."""
 
     warmup: Annotated[int, "turns that are not counted"] = 10
     layers: Annotated[int, "of the model; the width follows"] = 12
@@ -63,7 +63,7 @@ class ClientOptions(SharedOptions):
 
     @property
     def pass_dtype(self) -> Dtype:
-        """What was asked for, or what suits the device."""
+        """The dtype that was asked for, or that suits the device."""
         return self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
 
     @property
@@ -131,7 +131,7 @@ class Client(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """Where a training ended."""
+    """The end of a training: its losses and times."""
 
     step: int
     parameters: list[str]  # not finite after this step, in the model's order; none: the loss alone
@@ -191,7 +191,7 @@ class Batches:
         return self._windows(self._corpus.train, starts)
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same batches in every training: windows spread over text that no step sees."""
+        """Validation batches, alike in every training: windows of text that no step sees."""
         size, text = self._options.batch, self._corpus.validation
         starts = validation_starts(text, self._options.sequence, VALIDATION_BATCHES * size)
         return (self._windows(text, part) for part in torch.split(starts, size))
@@ -202,7 +202,7 @@ class Batches:
 
 
 class Entry(NamedTuple):
-    """What a contestant trains; `forward` is the model, compiled where that was asked for."""
+    """The model of a contestant; `forward` is compiled where that was asked for."""
 
     model: nn.Module
     forward: nn.Module

@@ -1,1 +1,1 @@
-"""What the benchmarks of a GPU share; all of it needs torch alone."""
+"""Parts that the benchmarks of a GPU share; all of them need torch alone."""

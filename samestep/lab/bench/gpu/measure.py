@@ -1,4 +1,4 @@
-"""How benchmarks of a GPU measure: time, what the device can reach, and how exact a result is.
+"""Measurements on a GPU: time, what the device can reach, and how exact a result is.
 
 Accuracy is how orthogonal a result is, and how far from its own polynomial computed in float64.
 Two matrices are looked at: a Gaussian one, and one whose singular values fall as 1, 1/2, 1/3, ...
@@ -176,7 +176,7 @@ def _decide_again(device: torch.device) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Why a contestant is out, in one line."""
+    """The reason why a contestant is out, in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()[:200]}" if lines else type(error).__name__
 
@@ -200,7 +200,7 @@ class Reference(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """How near the singular values of a result are to 1."""
+    """The distance of a result's singular values from 1."""
 
     low: float  # smallest singular value
     high: float  # largest
@@ -260,7 +260,7 @@ def accuracy_of(result: Tensor, exact: Tensor | None, *, scaled: bool = False) -
 
 @dataclass
 class Shown:
-    """What one contestant has shown; `failed` says why there is nothing, or no more."""
+    """The results of one contestant; `failed` says why there is nothing, or no more."""
 
     contestant: Contestant
     failed: str | None = None
@@ -309,7 +309,7 @@ class Contest(Generic[ShownT]):
         raise NotImplementedError
 
     def _say(self, result: ShownT) -> None:
-        """Of one that is prepared, or failed."""
+        """The result of a contestant that is prepared, or failed."""
 
     def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[ShownT]:
         """Prepare one after the other, then measure in turns."""

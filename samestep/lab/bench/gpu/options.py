@@ -1,4 +1,4 @@
-"""What every benchmark of a GPU can be asked, and the peers that `--peer-path` leads to."""
+"""Options of every benchmark of a GPU, and the peers that `--peer-path` leads to."""
 
 import shlex
 import sys
@@ -14,7 +14,7 @@ from samestep.tooling.request import BadRequestError, parse_flags
 
 
 class Contestant(NamedTuple):
-    """Who can take part; `build` makes what is measured."""
+    """A contestant; `build` makes what is measured."""
 
     name: str
     what: str
@@ -40,7 +40,7 @@ FOLDER = "folder for results; made if missing"  # the help of `--out`
 
 @dataclass
 class SharedOptions:
-    """What every benchmark here can be asked."""
+    """The options of every benchmark here."""
 
     command = ""  # as it was given; no flag, since it has no type
 

@@ -1,4 +1,4 @@
-"""What a run leaves: tables, bars and verdicts on the screen, a picture, and JSON on disk."""
+"""Reports of a run: tables, bars and verdicts on the screen, a picture, and JSON on disk."""
 
 import platform
 import sys

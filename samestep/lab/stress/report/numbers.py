@@ -33,18 +33,18 @@ def number(distance: float | str) -> float:
 
 
 def between_replicas(sample: Sample) -> dict[str, float]:
-    """How far ranks are apart, per family that there is."""
+    """The distance between ranks, per family that there is."""
     found = {family: sample[f"max_{family}_abs_diff"] for family in FAMILIES[:-1]}
     return _distances({**found, "state": sample["max_abs_state_diff"]})
 
 
 def to_first_layout(sample: Sample) -> dict[str, float]:
-    """How far it is from the first layout; empty where that was not compared."""
+    """The distance from the first layout; empty where that was not compared."""
     return _distances(sample["layouts"])
 
 
 def to_reference(sample: Sample) -> dict[str, float]:
-    """How far it is from the reference; empty where that was not compared."""
+    """The distance from the reference; empty where that was not compared."""
     return _distances(sample["reference"])
 
 

@@ -54,7 +54,7 @@ def render(receipt: Receipt) -> str:
 
 
 def _section(receipt: Receipt, name: str) -> dict[str, Any]:
-    """What the page shows of a scenario."""
+    """The part of the page about a scenario."""
     scenario = receipt["scenarios"][name]
     cases = [case for case in receipt["cases"] if case["scenario"] == name]
     by_status = Counter(case["status"] for case in cases)
@@ -123,7 +123,7 @@ def _sentence(receipt: Receipt) -> tuple[str, list[str]]:
 
 
 def _passed(cases: Sequence[Case]) -> str:
-    """How cases of which none failed have ended."""
+    """The ending of cases of which none failed, in words."""
     cases = _applying(cases)
     if not cases:
         return "no scenario applies to the layout"
@@ -138,7 +138,7 @@ def _passed(cases: Sequence[Case]) -> str:
 
 
 def _applying(cases: Sequence[Case]) -> list[Case]:
-    """Those that make sense in their layout, and were run."""
+    """The cases that make sense in their layout, and were run."""
     return [case for case in cases if case["status"] != "does_not_apply"]
 
 
@@ -202,7 +202,7 @@ def _tiles(receipt: Receipt) -> list[Tile]:
 
 
 def _zero_tile(name: str, found: Worst, note: str, nonzero: str) -> Tile:
-    """Of a distance that is to be zero; if it is not, the tile gets the tone `nonzero`."""
+    """The tile of a distance that is to be zero; its tone is `nonzero` if it is not."""
     if found.distance == 0:
         return Tile(name, "0", note, "good")
     return Tile(name, short(found.distance), f"{found.family}, step {found.step:,}", nonzero)
@@ -286,7 +286,7 @@ def failure(case: Case) -> dict[str, Any]:
 
 
 def positions(of_ranks: Mapping[str, str]) -> list[SimpleNamespace]:
-    """Where each rank was, in their order; those in another operation than most are odd."""
+    """The place of each rank, in their order; those in another operation than most are odd."""
     [(usual, times)] = Counter(of_ranks.values()).most_common(1) or [("", 0)]
     told = times > 1  # of two ranks in two operations none is the odd one
     return [
@@ -408,14 +408,14 @@ def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
 
 
 def colour_of(kind: str) -> int:
-    """The same on the whole page."""
+    """The legend of the whole page."""
     return KINDS.index(kind) if kind in KINDS else COLOURS - 1
 
 
 def _bars(
     cases: Sequence[Case], kinds: Sequence[str], key: str, text: Callable[[float], str]
 ) -> list[SimpleNamespace]:
-    """Of each case one quantity per step, in segments: percent of the longest bar, by kind."""
+    """The bars of one quantity per step for each case, in percent of the longest, by kind."""
     amounts = [
         {
             kind: case["collectives"][kind][key] / max(1, case["steps_taken"])

@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """Where it ends, and the band for zero begins."""
+        """The end of the scale, where the band for zero begins."""
         return HEIGHT - BOTTOM - ZERO_BAND
 
     def x(self, step: int) -> float:

@@ -70,17 +70,17 @@ class HybridGPT(Scenario):
         return model
 
     def model_to_cut(self) -> nn.Module:
-        """The same before `adapt`."""
+        """The model before `adapt`."""
         return seeded(self._plain_model, self.seed)
 
     def adapt(self, model: nn.Module, mesh: Mesh | None = None) -> None:
-        """What happens to it after it was cut over a mesh."""
+        """Changes to the model after it was cut over a mesh."""
 
     def _plain_model(self) -> nn.Module:
         return gpt_without_ones(self.config)
 
     def plans(self) -> Sequence[Plan]:
-        """How it is cut; before that, what has to be refused."""
+        """The plans by which the model is cut; those before the last have to be refused."""
         return (gpt_plan(self.config),)
 
     def options(self) -> dict[str, Any]:
@@ -88,10 +88,10 @@ class HybridGPT(Scenario):
         return {**RATES, "max_grad_norm": 0.25, "overrides": self.rules}
 
     def before_forward(self, model: nn.Module, step: int, rank: int) -> None:
-        """What changes from step to step, of ranks that share a batch by the first of them."""
+        """The inputs that change from step to step; ranks with one batch have those of the first."""
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """What a rank reads, (sequences, context + 1)."""
+        """The tokens that a rank reads, (sequences, context + 1)."""
         return noisy_tokens(self.config, self.sequences, self.seed + 104729 * step + rank)
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
@@ -104,7 +104,7 @@ T = TypeVar("T")
 
 
 def by_first_plan(scenario: HybridGPT, cut: Callable[[Plan], T]) -> T:
-    """What cutting by the first plan gives that is not refused: the last one has to be right."""
+    """The result of cutting by the first plan that is not refused: the last one has to be right."""
     *refused, right = scenario.plans()
     for plan in refused:
         with suppress(ReplicateListError):
@@ -238,7 +238,7 @@ class FusedAttention(nn.Module):
         self.q_norm, self.k_norm, self.out = separate.q_norm, separate.k_norm, separate.out
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As people write it: what the layer gives is cut into three."""
+        """Attention as people write it: the output of one layer is cut into three."""
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
             for part in self.qkv(x).chunk(3, dim=-1)

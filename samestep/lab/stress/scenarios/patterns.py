@@ -84,7 +84,7 @@ class UnevenAccumulation(TinyScenario):
 
 
 class UnevenAccumulationSharded(UnevenAccumulation):
-    """The same without keeping whole gradients."""
+    """Accumulation that keeps no whole gradients."""
 
     name = "uneven_accumulation_sharded"
     story = "the same, with synchronize() after each micro-batch"
@@ -92,7 +92,7 @@ class UnevenAccumulationSharded(UnevenAccumulation):
 
 
 class AllocatorChurn(FourPatternsRandom):
-    """Whoever frees or reuses a buffer that is still on its way loses its content."""
+    """A scenario in which freeing or reusing a buffer that is on its way loses its content."""
 
     name = "allocator_churn"
     story = "memory freed after each launch is filled with garbage before anyone waits"
@@ -135,7 +135,7 @@ class MegatronConditional(Scenario):
         return (Edit(f"layers.{layer}.recycle", 1 + 0.1 * torch.randn(32, generator=fresh)),)
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
-        """That of a rank's own tokens; every sixth step one rank has none."""
+        """The loss of a rank's own tokens; every sixth step one rank has none."""
         if step % 6 == 5 and step // 6 % self.world == rank:
             return None
         generator = torch.Generator().manual_seed(self.seed + 7919 * step + rank)

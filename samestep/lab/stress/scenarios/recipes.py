@@ -150,7 +150,7 @@ class SchedulesToZero(FourPatternsRandom):
 
 
 class NorMuon(FourPatternsRandom):
-    """What looks at whole rows, whole norms and signs."""
+    """A recipe that looks at whole rows, whole norms and signs."""
 
     name = "normuon_cautious"
     story = "variance reduction, cautious decay, row equilibration, sum momentum, 3-D stacks"
@@ -193,7 +193,7 @@ class OptionsOfPeers(FourPatternsRandom):
 
 
 class Resumed(FourPatternsRandom):
-    """What was saved is what the run goes on with."""
+    """A resume: the run goes on with what was saved."""
 
     name = "resume"
     story = "saved, and loaded into a new optimizer, every 10 steps; options set between are kept"
@@ -244,7 +244,7 @@ class FusedQKV(GradientScenario):
         return {"split_sizes": self.heads}
 
     def apart(self, fused: Tensor) -> Sequence[Tensor]:
-        """Its parts: (out, in) each."""
+        """The parts of the fused weight: (out, in) each."""
         return torch.split(fused, list(self.heads))
 
     def own_model(self) -> nn.Module:
@@ -283,7 +283,7 @@ class FusedQKV(GradientScenario):
 
 
 class FusedMHA(FusedQKV):
-    """As many keys and values as queries."""
+    """A fused weight with as many keys and values as queries."""
 
     name = "fused_qkv_mha"
     story = "fused QKV against separate matrices, multi-head"

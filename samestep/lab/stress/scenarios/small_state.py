@@ -45,7 +45,7 @@ class EightBits(FourPatternsRandom):
 
 
 class RandomBFloat16(EightBits):
-    """The same in bfloat16, to which of its neighbours at random."""
+    """A value rounded to bfloat16, to one of its neighbours at random."""
 
     name = "small_state_bf16"
     story = "moments in bfloat16, rounded at random, resumed twice"

@@ -151,7 +151,7 @@ class Launches:
         return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
-        """Collectives before the first operation: problems of other stages, if nothing is agreed."""
+        """Collectives before the first operation: the problems of other stages."""
         return [] if self._grid_plan.placements else list(self._hear_others())
 
     def of(self, operation: Operation) -> Iterator[Collective]:

@@ -88,7 +88,7 @@ class HybridGPT(Scenario):
         return {**RATES, "max_grad_norm": 0.25, "overrides": self.rules}
 
     def before_forward(self, model: nn.Module, step: int, rank: int) -> None:
-        """The inputs that change from step to step; ranks with one batch have those of the first."""
+        """Change what changes from step to step, as the first rank that shares a batch has it."""
 
     def tokens(self, step: int, rank: int) -> Tensor:
         """The tokens that a rank reads, (sequences, context + 1)."""

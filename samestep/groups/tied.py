@@ -132,7 +132,8 @@ def _pairs(group: Mapping[str, Any]) -> list[Any]:
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else list(params)
     names = group.get("param_names")
-    return list(zip(names, params, strict=True)) if names else params
+    is_named = any(isinstance(param, tuple) for param in params)  # whatever is told beside
+    return list(zip(names, params, strict=True)) if names and not is_named else params
 
 
 def _copied(group: Mapping[str, Any], members: list[Any]) -> dict[str, Any]:

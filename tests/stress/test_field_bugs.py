@@ -1,5 +1,6 @@
 """The page of the field's bugs: every row has a link and a mutant that there is; all are caught."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from samestep.lab.stress.mutants import MUTANTS, field
 from tests.limits import limit
 from tests.soak import SOAK
 
-PAGE = (Path(__file__).parents[2] / "docs" / "field_bugs.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "field_bugs.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "](https" in line]
 NAMES = [re.findall(r"`samestep stress --mutant (\w+)`", row) for row in ROWS]
 # Reported in 2025 and 2026, and asked for by users of samestep.
@@ -37,6 +39,12 @@ def test_what_was_asked_for_is_there():
     for project, numbers in ASKED.items():
         for number in numbers:
             assert re.search(rf"github\.com/[\w-]+/{project}/(issues|pull)/{number}\)", PAGE)
+
+
+def test_the_receipt_has_all_of_them_caught():
+    found = json.loads((ROOT / "receipts" / "field_bugs" / "receipt.json").read_text())["mutants"]
+    assert {each["name"] for each in found} == {name for (name,) in NAMES}
+    assert all(each["caught"] for each in found)
 
 
 def test_mutants_of_the_page_are_on_it():

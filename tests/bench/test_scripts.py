@@ -15,6 +15,7 @@ from benchmarks import (
     check,
     check_cost,
     checkpoint,
+    fine_tuning,
     foreign,
     gpu_breakdown,
     gpu_training,
@@ -106,6 +107,15 @@ def test_checkpoint(tmp_path, capsys):
     checkpoint.main(checkpoint.Options(parameters=1e4, rounds=2, out=tmp_path))
     [ours] = written(tmp_path, "checkpoint.json")["ranks"][0]["seconds"]["ours"]
     assert ours > 0
+
+
+def test_fine_tuning(monkeypatch):
+    text = torch.arange(2000).remainder(7).to(torch.uint8)
+    of_task = fine_tuning.Text(text, text)
+    monkeypatch.setattr(fine_tuning, "texts", lambda: (of_task, of_task))
+    rows = fine_tuning.of_seed(fine_tuning.Options(steps=1, tuning_steps=1, batch=1), 0)
+    assert len(rows) == 1 + len(fine_tuning.WAYS) * len(fine_tuning.RATES)
+    assert fine_tuning.table({"rows": rows}).count("\n") == 3 + len(fine_tuning.WAYS)
 
 
 def test_foreign(tmp_path):

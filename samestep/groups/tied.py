@@ -133,7 +133,10 @@ def _pairs(group: Mapping[str, Any]) -> list[Any]:
     params = [params] if isinstance(params, Tensor) else list(params)
     names = group.get("param_names")
     is_named = any(isinstance(param, tuple) for param in params)  # whatever is told beside
-    return list(zip(names, params, strict=True)) if names and not is_named else params
+    # Names of another kind or number are refused where groups are checked.
+    if is_named or not isinstance(names, list | tuple) or len(names) != len(params):
+        return params
+    return list(zip(names, params, strict=True))
 
 
 def _copied(group: Mapping[str, Any], members: list[Any]) -> dict[str, Any]:

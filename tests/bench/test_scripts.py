@@ -3,7 +3,6 @@
 import json
 import runpy
 import sys
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -177,17 +176,6 @@ def test_rivals(tmp_path, capsys, monkeypatch):
     options = rivals.Options(steps=2, width=16, layers=1, out=tmp_path / "rivals.json")
     rivals.main(options)
     assert len(written(tmp_path, "rivals.json")["runs"]) == 3
-
-
-def test_fine_tuning(capsys, monkeypatch):
-    text = torch.arange(4000).remainder(7)
-    tiny = replace(fine_tuning.CONFIG, width=16, layers=1, heads=2, context=8)
-    monkeypatch.setattr(fine_tuning, "CONFIG", tiny)
-    monkeypatch.setattr(fine_tuning, "RATES", (1e-3,))
-    monkeypatch.setattr(fine_tuning, "texts", lambda: (fine_tuning.Text(text, text),) * 2)
-    rows = fine_tuning.of_seed(fine_tuning.Options(steps=1, tuning_steps=1, batch=2, seeds=1), 0)
-    assert len(rows) == 1 + len(fine_tuning.WAYS)
-    assert fine_tuning.table({"rows": rows}).count("\n") == 2 + len(rows)
 
 
 def test_small_state(tmp_path, capsys, monkeypatch):

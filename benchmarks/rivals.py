@@ -12,11 +12,13 @@ import copy
 import json
 import platform
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
 import samestep
 from benchmarks import run_script
@@ -25,8 +27,9 @@ from examples.gpt import GPT, GPTConfig
 from examples.rules.muonh import MuonH
 from examples.rules.soap import SOAP
 from samestep.lab.bench.gpu.measure import in_turn
-from samestep.train.corpus import load_corpus, windows
+from samestep.train.corpus import Corpus, load_corpus, windows
 
+BATCH, CONTEXT = 16, 64  # sequences of a step, and bytes of a sequence
 REST = 0.024  # of AdamW's parameters: the best of `examples.demo`
 RATES = {
     "adamw": (0.012, 0.024, 0.048, 0.096),
@@ -36,10 +39,10 @@ RATES = {
 }
 
 
-def optimizer(model: GPT, rule: str, rate: float) -> samestep.MuonAdamW:
-    """The matrices of the blocks by one rule, all else by AdamW."""
+def optimizer(model: GPT, rule: str, rate: float, **options: Any) -> samestep.MuonAdamW:
+    """The matrices of the blocks by one rule with these options of it, all else by AdamW."""
     usual: dict[str, Any] = {"lr": REST, "weight_decay": WEIGHT_DECAY, "betas": BETAS}
-    matrices = {"rule": rule, "lr": rate}
+    matrices = {"rule": rule, "lr": rate, **options}
     others = {"rule": "adamw", "lr": rate if rule == "adamw" else REST}
     params = list(model.named_parameters())
     inner = [pair for pair in params if pair[1].ndim == 2 and "block" in pair[0]]
@@ -49,31 +52,37 @@ def optimizer(model: GPT, rule: str, rate: float) -> samestep.MuonAdamW:
     return samestep.MuonAdamW(groups, **usual)
 
 
-def made(name: str, model: GPT, rule: str, rate: float, steps: int) -> Run:
-    found = optimizer(model, rule, rate)
+def made(name: str, model: GPT, rule: str, rate: float, steps: int, **options: Any) -> Run:
+    found = optimizer(model, rule, rate, **options)
     warm = max(1, steps // 10)
     scheduler = torch.optim.lr_scheduler.LambdaLR(found, lambda step: schedule(step, steps, warm))
     return Run(name, model, found, scheduler)
 
 
+def batches(corpus: Corpus, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sequences at random places, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(corpus.train) - CONTEXT, (BATCH,), generator=generator)
+        yield windows(corpus.train, starts, CONTEXT)
+
+
 def train(steps: int, width: int, layers: int, seed: int) -> dict[str, Any]:
-    corpus, batch, context = load_corpus(), 16, 64
+    corpus = load_corpus()
     torch.manual_seed(seed)
-    start = GPT(GPTConfig(context=context, width=width, layers=layers))
+    start = GPT(GPTConfig(context=CONTEXT, width=width, layers=layers))
     runs = {
         (rule, rate): made(f"{rule} {rate}", copy.deepcopy(start), rule, rate, steps)
         for rule, rates in RATES.items()
         for rate in rates
     }
-    spread = torch.linspace(0, len(corpus.validation) - context - 1, VALIDATION_WINDOWS)
-    held_out = windows(corpus.validation, spread.long(), context)
-    generator, every = torch.Generator().manual_seed(seed), max(1, steps // 20)
+    spread = torch.linspace(0, len(corpus.validation) - CONTEXT - 1, VALIDATION_WINDOWS)
+    held_out = windows(corpus.validation, spread.long(), CONTEXT)
+    every = max(1, steps // 20)
     validated = [0]
     for run in runs.values():
         run.validation_loss.append(run.validate(*held_out))
-    for step in range(1, steps + 1):
-        starts = torch.randint(len(corpus.train) - context, (batch,), generator=generator)
-        given = windows(corpus.train, starts, context)
+    for step, given in enumerate(batches(corpus, steps, seed), 1):
         for run in in_turn(list(runs.values()), step):
             loss, seconds, of_optimizer = run.step(*given)
             run.train_loss.append(loss)

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean, mean
+from statistics import geometric_mean, mean, stdev
 
 import pytest
 
@@ -576,6 +576,31 @@ def test_times_of_plans():
     of_hosts, _ = errors("2_hosts")
     assert max(map(abs, of_hosts)) <= 0.25
     assert_said("docs/plan.md", f"{len(of_hosts)} of {len(of_hosts)} within 25%")
+
+
+def test_training_with_fewer_steps():
+    from benchmarks.fewer_steps_training import WAYS, table  # with what draws pictures
+
+    found = result("fewer_steps_training")
+    losses = {}
+    for run in found["runs"]:
+        losses.setdefault((run["steps"], run["start"]), []).append(run["loss"])
+    assert set(losses) == set(WAYS)
+    apart = {
+        way: [one - five for one, five in zip(each, losses[5, "norm"], strict=True)]
+        for way, each in losses.items()
+    }
+    as_good = {4: [*apart[4, "norm"], *apart[4, "gram"]], 3: apart[3, "gram"]}
+    within = {steps: f"within {max(map(abs, each)):.3f}" for steps, each in as_good.items()}
+    assert all(min(apart[way]) < 0 < max(apart[way]) for way in WAYS[1:4])
+    assert min(apart[3, "norm"]) > 0
+    assert_said(
+        "docs/fewer_steps.md",
+        *table(found),
+        f"{within[4]} of them in each seed",
+        f"where seeds are {stdev(losses[5, 'norm']):.3f} apart",
+        f"({within[3]}, above and below, higher on average)",
+    )
 
 
 def test_rivals_are_those_of_the_receipt():

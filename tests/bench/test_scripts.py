@@ -15,6 +15,7 @@ from benchmarks import (
     check,
     check_cost,
     checkpoint,
+    fewer_steps_training,
     fine_tuning,
     foreign,
     gpu_breakdown,
@@ -54,6 +55,12 @@ RUN_ELSEWHERE = {
 }
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
+
+
+@pytest.fixture
+def threads_stay(monkeypatch):
+    """Scripts that choose a number of threads do not choose it for the tests after them."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -109,6 +116,22 @@ def test_checkpoint(tmp_path, capsys):
     assert ours > 0
 
 
+@pytest.mark.usefixtures("threads_stay")
+def test_fewer_steps_training(tmp_path, capsys, monkeypatch):
+    text = torch.arange(2000).remainder(7).to(torch.uint8)
+    monkeypatch.setattr(fewer_steps_training, "load_corpus", lambda: Corpus(text, text, (), ()))
+    monkeypatch.setattr(fewer_steps_training, "HELD_OUT", 2)
+    small = fewer_steps_training.Options(steps=2, width=16, layers=1, seeds=2, out=tmp_path)
+    fewer_steps_training.main(small)
+    content = written(tmp_path, "fewer_steps_training.json")
+    assert "\n".join(fewer_steps_training.table(content)) in capsys.readouterr().out
+    for seed in range(2):
+        losses = [run["loss"] for run in content["runs"] if run["seed"] == seed]
+        assert len(set(losses)) == len(fewer_steps_training.WAYS)  # options reach the optimizer
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=0.05)
+
+
+@pytest.mark.usefixtures("threads_stay")
 def test_fine_tuning(monkeypatch):
     text = torch.arange(2000).remainder(7).to(torch.uint8)
     of_task = fine_tuning.Text(text, text)

@@ -237,7 +237,7 @@ def _is_lane(places: ProgramPlaces, mesh: SpmdMesh) -> bool:
 
 
 def _spec_of(param: Tensor, mesh: SpmdMesh) -> Spec | None:
-    """Where a parameter is, by axes; None if along none of this mesh."""
+    """The places of a parameter, by axes; None if it is along none of this mesh."""
     tiling = tiling_of(param)
     return ((),) * param.ndim if tiling is None else mesh.spec_of(tiling)
 

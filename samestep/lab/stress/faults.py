@@ -58,7 +58,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Fault:
-    """How the last rank goes wrong in a step.
+    """A way in which the last rank goes wrong in a step.
 
     ends: whether its process ends by itself; one that is stopped or sleeps is ended from outside.
     """
@@ -261,7 +261,7 @@ def _be_rank(asked: Asked, rank: int, port: int, folder: Path) -> NoReturn:
 
 @dataclass
 class Report:
-    """How one rank that did nothing wrong has ended.
+    """The ending of one rank that did nothing wrong.
 
     named: It said who did.
     aborted: Gloo aborted its process, as it does where sizes do not match; it could say nothing.

@@ -191,7 +191,7 @@ class ForeignCase(NamedTuple):
     seed: int = 0
 
     def reason_against(self, make_model: MakeModel | None = None) -> str | None:
-        """Why the case would say nothing, if it does not apply."""
+        """The reason why the case does not apply: it would say nothing. None: it applies."""
         kind = FOREIGN[self.scenario]
         if self.grads == "reduced" and kind.about_ranks:
             return "gradients come averaged: all ranks are given the same"
@@ -500,7 +500,7 @@ FOLLOWS = ("Connection closed", "Connection reset", "Broken pipe", "was still ru
 
 
 def _ending(reports: Mapping[int, str], notes: Sequence[str]) -> tuple[Status, str]:
-    """What became of ranks that failed: the first cause, not those who waited for it."""
+    """The failure of ranks: the first cause, not those who waited for it."""
     where = {rank: f"rank {rank} in {notes[rank]}" for rank in reports}
     for rank, text in reports.items():
         if text.startswith("died of"):

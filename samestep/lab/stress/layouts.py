@@ -25,7 +25,7 @@ PROGRAM_EACH = "ranks that compute different things would need a program each"
 
 @dataclass(frozen=True)
 class Layout:
-    """Where parameters, gradients and state live: keywords of the optimizer.
+    """A layout of parameters, gradients and state, as keywords of the optimizer.
 
     mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`, of "spmd_hybrid" ones those of
         `build_spmd`; of "copies", the sizes of the axes that have parts.
@@ -44,11 +44,11 @@ class Layout:
 
     @property
     def kind(self) -> str:
-        """Of parameters that make it this layout; others may be beside them."""
+        """The kind of parameters that make it this layout; others may be beside them."""
         return KIND_OF[self.parameters]
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
-        """Why a scenario does not apply here on so many ranks, if it does not."""
+        """The reason why a scenario does not apply here on so many ranks, if it does not."""
         odd = world < 4 or world % 2
         if self.parameters == "hsdp" and odd:
             return "two copies of a sharded model need an even number of ranks, four or more"
@@ -68,7 +68,7 @@ class Layout:
         return None
 
     def mesh_sizes(self, world: int) -> dict[str, int]:
-        """Of "copies": by name of an axis. Axes that would leave no copies have one rank."""
+        """The degrees of "copies", by axis. Axes that would leave no copies have one rank."""
         inner, size = dict(self.mesh), prod(self.mesh.values())
         if world % size or (world == size and len(inner) == 1):
             inner, size = dict.fromkeys(inner, 1), 1

@@ -1,4 +1,4 @@
-"""What `samestep stress` can be asked, and what of it can run here."""
+"""Options of `samestep stress`, and what of them can run here."""
 
 import copy
 import math
@@ -315,7 +315,7 @@ class Options:
             raise BadRequestError(f"--device xla cannot run: {reason}")
 
     def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Carrier, str | None]:
-        """What carries the data, and why it is not nccl if nobody asked for gloo."""
+        """The backend, and why it is not nccl if nobody asked for gloo."""
         if self.device == "xla":
             if torchrun is not None:
                 raise BadRequestError("--device xla has one process: run it without torchrun")
@@ -331,7 +331,7 @@ class Options:
         return "gloo", reason or "ranks that are forked use gloo, unless --backend nccl is given"
 
     def _reason_against_nccl(self, ranks: int) -> str | None:
-        """Why so many ranks on this machine cannot use NCCL, with the way out."""
+        """The reason why so many ranks on this machine cannot use NCCL, with the way out."""
         devices = nccl_devices()
         if devices >= ranks:
             return None

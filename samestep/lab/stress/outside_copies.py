@@ -27,7 +27,7 @@ KINDS = 8  # of DTensors that a rank tells of; what is beyond is told as one
 
 
 class Part(NamedTuple):
-    """What this rank holds of a DTensor."""
+    """The local tensor of a DTensor."""
 
     kind: Kind
     name: str

@@ -1,4 +1,4 @@
-"""What one rank does in a case: train, save and go on, send samples, and say how it ended."""
+"""One rank in a case: it trains, saves and goes on, sends samples, and says how it ended."""
 
 import traceback
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank's run has ended. `error` is None if it went to its end."""
+    """The ending of a rank's run. `error` is None if it went to its end."""
 
     step: int  # taken
     error: str | None = None

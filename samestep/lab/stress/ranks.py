@@ -217,7 +217,7 @@ class ForkedRanks:
 def in_own_process(
     compute: Callable[[torch.device | None], Result], device: torch.device | None
 ) -> Result:
-    """What a forked process computes."""
+    """The job of a forked process."""
     found: Result = run_forked(1, lambda _: compute(device), timeout=600.0)[0]
     return found
 

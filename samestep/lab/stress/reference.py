@@ -1,4 +1,4 @@
-"""What one process would compute, in float64, written from the formulas.
+"""The reference: one process in float64, written from the formulas.
 
 The harness judges optimizers by this file, so it imports nothing of theirs: constants are retyped
 from the publications, a polynomial of a matrix is taken through its singular values, and every

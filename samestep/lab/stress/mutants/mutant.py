@@ -14,7 +14,7 @@ RANDOM = "dist_adamw_muon_random"  # the scenario in which most bugs show
 
 @dataclass(frozen=True)
 class Mutant:
-    """What the bug is, which check has to catch it, and the case in which it shows.
+    """A known bug, the check that has to catch it, and the case in which it shows.
 
     patch: changes the code under test while it is entered, in every rank.
     expected: the check that the story names; being caught by another one only is an accident.

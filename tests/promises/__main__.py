@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "promises.md"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="part of the name of a page or a promise")
+    parser.add_argument("--only", default="", help="part of a subject or of the name of a promise")
     parser.add_argument("--layout", choices=LAYOUTS, nargs="*", default=list(LAYOUTS))
     parser.add_argument("--option", choices=[name or "none" for name in OPTIONS])
     parser.add_argument("--render", action="store_true", help="the page of the committed receipt")
@@ -32,7 +32,7 @@ def main() -> int:
     chosen = [
         cell
         for cell in cells()
-        if args.only in cell.promise.page + " " + cell.promise.name
+        if args.only in cell.promise.subject + " " + cell.promise.name
         and cell.layout in args.layout
         and args.option in (None, cell.option or "none")
     ]

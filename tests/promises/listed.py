@@ -11,9 +11,9 @@ from tests.promises.trial import Trial
 
 @dataclass(frozen=True, eq=False)
 class Promise:
-    """A sentence of a page, and how it is tried."""
+    """A statement that something raises, warns or works, and how it is tried."""
 
-    page: str
+    subject: str
     sentence: str
     kind: str
     action: Callable[[Trial], None]
@@ -43,7 +43,7 @@ PROMISES: list[Promise] = []
 
 
 def promise(
-    page: str,
+    subject: str,
     sentence: str,
     kind: str,
     options: tuple[str, ...] = ("",),
@@ -54,11 +54,11 @@ def promise(
     assert kind in ("raises", "warns", "works")
 
     def listed(action: Callable[[Trial], None]) -> Callable[[Trial], None]:
-        PROMISES.append(Promise(page, sentence, kind, action, options, layouts, but or {}))
+        PROMISES.append(Promise(subject, sentence, kind, action, options, layouts, but or {}))
         return action
 
     return listed
 
 
-MISTAKES, DISTRIBUTED = "mistakes.md", "distributed.md"
-FLAT_PAGE, TROUBLE = "flat.md", "troubleshooting.md"
+MISTAKES, DISTRIBUTED = "Mistakes that are told", "Several ranks"
+FLAT_PAGE, TROUBLE = "Flat buffers", "When it goes wrong"

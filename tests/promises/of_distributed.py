@@ -1,4 +1,4 @@
-"""Promises of docs/distributed.md."""
+"""Promises of training on several ranks."""
 
 from __future__ import annotations
 

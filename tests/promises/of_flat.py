@@ -1,4 +1,4 @@
-"""Promises of docs/flat.md."""
+"""Promises of flat buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of docs/mistakes.md."""
+"""Promises of messages about mistakes."""
 
 from __future__ import annotations
 

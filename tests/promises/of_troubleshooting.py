@@ -1,4 +1,4 @@
-"""Promises of docs/troubleshooting.md."""
+"""Promises for when something goes wrong."""
 
 from __future__ import annotations
 

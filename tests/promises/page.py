@@ -12,8 +12,7 @@ from tests.promises.trying import Cell, cells
 HEAD = """\
 # Promises
 
-Sentences of [mistakes.md](mistakes.md), [distributed.md](distributed.md), [flat.md](flat.md) and
-[troubleshooting.md](troubleshooting.md) that say that something raises, warns or works, tried in every layout and with the
+Statements that something raises, warns or works (`tests/promises`), tried in every layout and with the
 options that matter to them, on gloo ranks: two, and four for tensor parallel (TP, two copies of a model that is cut in two) and
 stages (two stages of two data ranks). Made by `make promises` (`python -m tests.promises`), which writes this page and its
 [receipt](../receipts/promises.json) only if nothing is broken. `make soak` tries all of it.
@@ -46,10 +45,10 @@ def render(receipt: dict[str, Any]) -> str:
         f"{len(PROMISES)} promises in {every} cells: kept {kept}, broken {len(tried) - kept}, "
         f"not applicable {every - len(tried)}."
     ]
-    for page in dict.fromkeys(each.page for each in PROMISES):
-        body += ["", f"## {page}", "", f"| [{page}]({page}) | with | {' | '.join(LAYOUTS)} |"]
+    for subject in dict.fromkeys(each.subject for each in PROMISES):
+        body += ["", f"## {subject}", "", f"| {subject} | with | {' | '.join(LAYOUTS)} |"]
         body.append("|" + "---|" * (len(LAYOUTS) + 2))
-        for each in (own for own in PROMISES if own.page == page):
+        for each in (own for own in PROMISES if own.subject == subject):
             for number, option in enumerate(each.options):
                 marks = []
                 for layout in LAYOUTS:

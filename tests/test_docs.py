@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import samestep
+from tests import tables
 from tests.inventory import LISTED, MODULES
 from tests.ranks import run_forked
 
@@ -93,6 +94,21 @@ def test_tables_are_whole(page):
         and not re.match(r"\|[ :-]+\|", after)
     ]
     assert torn == []
+
+
+@each_page
+def test_tables_are_made_of_receipts(page):
+    """Made anew by `python -m tests.pages`."""
+    text = page.read_text()
+    assert text.count("<!-- made: ") == len(tables.MARKED.findall(text))
+    assert text == tables.with_tables(page, text)
+
+
+def test_a_table_that_was_edited_would_be_seen():
+    text = "<!-- made: foreign -->\n| a |\n<!-- end -->\n"
+    made = tables.with_tables(DOCS / "prove.md", text)
+    assert made.startswith("<!-- made: foreign -->\n| optimizer |")
+    assert made == tables.with_tables(DOCS / "prove.md", made)
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,0 +1,210 @@
+"""Tables of pages that are made of receipts and results: `python -m tests.pages` writes them.
+
+A page has a table between `<!-- made: NAME -->` and `<!-- end -->`; a test compares what stands
+there with what is made of the files. `TABLES` has them by name.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+MARKED = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Layouts that are one line of the matrix of support, by the beginning of their names.
+FAMILIES = {
+    "one process": ("one_process",),
+    '`sharding="none"`': ("none",),
+    "ZeRO-1, ZeRO-2": ("zero",),
+    '`buffers="flat"`': ("flat",),
+    "state on the host": ("one_process_offload", "none_offload", "zero2_offload", "flat_offload",
+                          "fsdp2_offload"),
+    "FSDP2": ("fsdp2_gather", "fsdp2_parallel"),
+    "HSDP": ("hsdp",),
+    "TP x FSDP2, EP x FSDP2": ("tp_fsdp2", "ep_fsdp2"),
+    "TP, EP with copies that the optimizer averages": ("tp_dp", "tp4_dp", "ep_dp", "ep_tp_dp"),
+    "hybrid stack: TP, SP, EP, FSDP2": ("hybrid_tp", "hybrid_ep", "hybrid_hsdp"),
+    "hybrid stack with pipelines": ("hybrid_pp",),
+    "one XLA program": ("xla_",),
+}  # fmt: skip
+NEVER = "**never**"
+
+
+class Run(NamedTuple):
+    """Cases of one layout in a receipt of the harness."""
+
+    receipt: Path
+    where: str
+    ranks: int
+    steps: tuple[int, int]  # and how many cases had that many at most
+    furthest: float
+
+
+@cache
+def receipt(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@cache
+def result(name: str) -> Any:
+    return receipt(ROOT / "benchmarks" / "results" / f"{name}.json")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# --- where every layout has run ------------------------------------------------------------------
+
+
+def where_of(ran: dict[str, Any]) -> str:
+    """The column of the matrix of support that a receipt belongs to."""
+    if ran["actual_backend"] == "nccl":
+        return "NCCL, one shared GPU" if ran.get("shared_gpus") else "NCCL, a GPU per rank"
+    if ran["device"] == "cuda":
+        return "gloo, one shared GPU"
+    return "XLA on CPU" if ran["device"] == "xla" else "gloo, CPU"
+
+
+def runs() -> dict[str, list[Run]]:
+    """All runs of the harness that have receipts, by layout; a case that failed is an error."""
+    found: dict[str, list[Run]] = defaultdict(list)
+    for path in sorted((ROOT / "receipts").glob("*/receipt.json")):
+        content = receipt(path)
+        if content.get("kind") != "samestep stress" or "cases" not in content:
+            continue
+        by_layout: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for case in content["cases"]:
+            if case["status"] == "does_not_apply":
+                continue
+            if case["status"] not in ("exact", "within_tolerance"):
+                raise AssertionError(f"{path}: {case['scenario']} in {case['layout']} failed")
+            by_layout[case["layout"]].append(case)
+        ran = content["ran"]
+        for layout, cases in by_layout.items():
+            steps = max(case["steps"] for case in cases)
+            world = 1 if layout.startswith("one_process") else ran["world_size"]
+            apart = max(map(_apart, cases))
+            found[layout].append(Run(path, where_of(ran), world, (steps, len(cases)), apart))
+    return found
+
+
+def _apart(case: dict[str, Any]) -> float:
+    """The largest difference of a parameter between ranks that share it, or to another layout."""
+    found = [0.0]
+    for sample in case["samples"]:
+        of_layouts = sample["layouts"] or {}
+        found += [far or 0.0 for kind, far in of_layouts.items() if kind != "state"]
+        found.append(sample["max_abs_param_diff"] or 0.0)
+    return max(found)
+
+
+def family_of(layout: str) -> str:
+    begins = {name: family for family, names in FAMILIES.items() for name in names}
+    fitting = [name for name in begins if layout.startswith(name)]
+    return begins[max(fitting, key=len)]
+
+
+COLUMNS = ("gloo, CPU", "gloo, one shared GPU", "NCCL, one shared GPU", "NCCL, a GPU per rank")
+
+
+def _ranks(runs: Iterable[Run], up: str) -> str:
+    """Numbers of ranks, each with the receipt of most steps, and most cases."""
+    best: dict[int, Run] = {}
+    for run in runs:
+        if run.ranks not in best or run.steps > best[run.ranks].steps:
+            best[run.ranks] = run
+    links = [
+        f"[{ranks}]({up}{run.receipt.relative_to(ROOT).as_posix()})"
+        for ranks, run in sorted(best.items())
+    ]
+    return ", ".join(links) or NEVER
+
+
+def support(up: str) -> str:
+    """Layout by backend by ranks, where it has run with receipts."""
+    by_family: dict[str, list[Run]] = {family: [] for family in FAMILIES}
+    for layout, of_layout in runs().items():
+        by_family[family_of(layout)] += of_layout
+    rows = []
+    for family, found in by_family.items():
+        cells = [_ranks((run for run in found if run.where == where), up) for where in COLUMNS]
+        if family == "one XLA program":
+            cells = [f"XLA: {_ranks(found, up)}", "-", "-", "TPU: " + NEVER]
+        furthest = max((run.furthest for run in found), default=None)
+        if furthest is not None:
+            rows.append(
+                [family, *cells, f"{furthest:.0e}".replace("e-0", "e-") if furthest else "0"]
+            )
+    return table(["layout", *COLUMNS, "layouts differ by"], rows)
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+SETS = {"gpt-1280": "GPT, 20 x 1280", "gpt-2048": "GPT, 24 x 2048"}
+
+
+def _peers(contestants: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    for each in contestants:
+        if each["field"] == "muon" and not each["ours"] and not each["failed"]:
+            yield each["name"], each["ms"]["median"]
+
+
+def steps(up: str) -> str:
+    """Milliseconds of a step, and of those of all peers, by receipt of `samestep bench step`."""
+    rows = []
+    for name in STEP_RECEIPTS:
+        link = f"[receipt]({up}benchmarks/results/{name}.json)"
+        for each in result(name)["sets"]:
+            own = {c["name"]: c["ms"]["median"] for c in each["contestants"] if c["ours"]}
+            peers = sorted(_peers(each["contestants"]), key=lambda peer: peer[1])
+            ours = min(own["ours"], own.get("ours-graph", own["ours"]))
+            others = ", ".join(f"{peer} {ms:.1f}" for peer, ms in peers)
+            lead = f"{peers[0][1] / ours:.2f}"
+            rows.append([SETS.get(each["set"], each["set"]), f"{ours:.1f}", others, lead, link])
+    return table(["parameters", "ours, ms", "peers, ms", "best peer / ours", ""], rows)
+
+
+STEP_RECEIPTS = ("step_lanes_dion", "step_all_peers")
+
+# --- optimizers of others ------------------------------------------------------------------------
+
+
+def foreign(_: str) -> str:
+    """What optimizers of others did in the harness."""
+    rows = []
+    for label, row in receipt(ROOT / "receipts" / "foreign.json")["rows"].items():
+        by_status: dict[str, set[str]] = defaultdict(set)
+        for case in row["cases"]:
+            by_status[case["status"]].add(case["scenario"].replace("_", " "))
+        bad = {status: names for status, names in by_status.items()
+               if status not in ("held", "does_not_apply")}  # fmt: skip
+        failed = set().union(*bad.values())
+        said = "; ".join(f"{status} in {', '.join(sorted(names))}" for status, names in bad.items())
+        rows.append([label, str(len(by_status["held"] - failed)), said])
+    return table(["optimizer", "scenarios held", "did not hold"], rows)
+
+
+TABLES: dict[str, Callable[[str], str]] = {"support": support, "steps": steps, "foreign": foreign}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def with_tables(page: Path, text: str) -> str:
+    """The text of a page, each of its marked tables made anew."""
+    up = "../" * len(page.parent.relative_to(ROOT).parts)
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]](up)}{found[3]}", text)
+
+
+def write() -> None:
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (made := with_tables(page, text)) != text:
+            page.write_text(made, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Mistakes that everybody makes once: how each is noticed, and what is said of it.
 
 What cannot be right raises; what may be meant is warned of, with the way to say that it is meant.
-docs/mistakes.md shows the messages, each with its fix. Nothing here waits for a GPU, and after the
+docs/troubleshooting.md has a row for each message. Nothing here waits for a GPU, and after the
 first steps little is left of it: two comparisons, and a look at the model now and then.
 """
 

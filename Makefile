@@ -198,11 +198,13 @@ test-integrations: $(INTEGRATIONS)/.installed
 		-r $(TORCHTITAN_PATH)/requirements.txt torch_checkpointing
 	$(INTEGRATIONS)/bin/python -m tests.integrations.table --write
 
-# What commands say of themselves (help and completion read it), and the list of all names.
+# What commands say of themselves (help and completion read it), the list of all names, and
+# docs/options.md.
 pages: venv
 	$(PY) -m tests.pages
 	$(PY) -m tests.inventory > tests/.inventory.json
 	mv tests/.inventory.json tests/inventory.json
+	$(PY) -m tests.options_page
 
 # Tries what the documentation promises in every layout; if all is kept, out/ has the receipt and
 # the page that belong into receipts/ and docs/.

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
@@ -43,6 +44,9 @@ def inventory() -> dict[str, Any]:
     # Scripts and tests that were imported before may have registered rules of their own.
     for rule in (own for own in RULES.values() if type(own).__module__.startswith("samestep.")):
         found[f"options of rule {rule.name}"] = sorted(rule.defaults)
+    found["options since"] = options_since(
+        name for kind, names in found.items() if kind.startswith("options of") for name in names
+    )
     functions = inspect.getmembers(presets, inspect.isfunction)
     found["presets"] = {
         name: sorted(inspect.signature(function).parameters)
@@ -58,6 +62,13 @@ def inventory() -> dict[str, Any]:
     receipts = [path for name in RECEIPTS for path in (ROOT / name).rglob("*.json")]
     found["receipts"] = sorted(str(path.relative_to(ROOT)) for path in receipts)
     return found
+
+
+def options_since(names: Iterable[str]) -> dict[str, str]:
+    """The version that brought each keyword and group key: this one, if it is not listed yet."""
+    listed = json.loads(LISTED.read_text()).get("options since", {})
+    options = sorted({*names} - {"params", "options"})
+    return {name: listed.get(name, samestep.__version__) for name in options}
 
 
 def _keywords(optimizer: type) -> set[str]:

@@ -8,7 +8,7 @@ from tests.ranks import run_forked
 from tests.test_docs import DOCS, run_page
 
 # Pages that stand alone, and on how many ranks each is read.
-PAGES = {"troubleshooting": 2}
+PAGES = {"options": 1, "troubleshooting": 2}
 
 
 @pytest.mark.parametrize(("page", "ranks"), PAGES.items())

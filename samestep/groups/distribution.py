@@ -98,66 +98,55 @@ def taken_as(annotation: Any) -> checks.Check:
 class Distribution:
     """The keywords of an optimizer that concern ranks, and where state stays.
 
-    sharding: "zero2" and "zero1" give each rank a part of the state and of the update; zero2
-        frees a full gradient once it is reduced. "none" keeps all on every rank. "auto" is
-        zero2 where there are ranks to share with, and none beside DTensors.
-    buffers: "flat" lays parameters end to end in buffers of which they are views, and gradients
-        likewise, so that nothing is packed or copied around a collective.
-    reduction: "ordered" adds gradients in rank order in fp32, so that the result does not
-        depend on the layout; "fast" leaves the order to the backend.
-    reduce_dtype: the dtype in which gradients travel; default: that of the parameter.
-    overlap_grad_reduce: reduce inside backward, as buckets become complete.
-    overlap_param_gather: return from the step while updated parameters are still on their way;
-        modules wait for theirs before they run, and so does whoever else touches a parameter. For
-        flat buffers, and for a model.
-    poison_early_reads: parameters that are on their way are NaN until they are waited for, so that
-        whoever reads their memory around torch's functions shows. For finding a fault: it costs a
-        copy.
-    grads: "local" gradients are averaged here; "reduced" ones already were, by DDP.
-    grad_dtype: the dtype of gradients and of their accumulation, such as float32 for bfloat16
-        parameters; default: that of the parameter. Set through `Tensor.grad_dtype`.
-    process_group: the ranks that share state and updates; default: all. A group dict may have its
-        own, and a "divisor" beside it.
-    outer_group: ranks that do the same in other process groups, one of each: gradients are averaged
-        over these too (reduce-scatter inside, all-reduce of this rank's part outside).
-    stage_group: ranks of a pipeline, one of each stage, where `process_group` has those of this
-        stage. Only scalars cross stages: norm, clipping and a skipped step are the whole model's,
-        and if one stage cannot take a step, none does. What `metrics()` tells of groups is of this
-        stage. "none": there are no other stages, and a norm of what `process_group` holds is meant.
-    crossover: parameters with fewer elements are updated by every rank. A number, or the
-        receipt that `samestep bench crossover` wrote.
-    bucket_size: elements that travel together; default: few large buckets where there are many
-        ranks, many small ones where there are few (`plan.links` has the formula).
-    ranks_per_host: how many neighbouring ranks share a host; default: what torchrun says
-        (LOCAL_WORLD_SIZE), otherwise all. Given here, ordered sums go host by host; torchrun's word
-        leaves them in rank order.
-    two_levels: buckets go inside hosts first, and across them then, so that everything crosses
-        once; default: where that is faster by the figures in `plan.links`. For plain parameters.
+    sharding: "zero1" and "zero2" give each rank a part of the state and of the update; "zero2" also
+        frees gradients once they are reduced. "none" keeps all on every rank. "auto" is "zero2" on
+        several ranks, and "none" beside DTensors.
+    buffers: "flat" makes parameters and gradients views of contiguous buffers, so that nothing is
+        copied around a collective; "per_parameter" leaves them where they are.
+    reduction: "ordered" adds gradients in rank order in fp32, with the same result in every layout;
+        "fast" leaves the order to the backend.
+    reduce_dtype: dtype in which gradients travel. None: the parameter's.
+    overlap_grad_reduce: reduce buckets during backward.
+    overlap_param_gather: return from `step()` while updated parameters are still being gathered;
+        reading one waits for it. For flat buffers, and for a model.
+    poison_early_reads: for finding a fault: parameters that are being gathered are NaN until they
+        are waited for.
+    grads: "local" gradients are averaged here; "reduced" ones already were, as by DDP.
+    grad_dtype: dtype in which gradients are accumulated, such as float32 for bfloat16 parameters.
+        None: the parameter's.
+    process_group: ranks that share state and updates. None: all. A group dict may have its own.
+    outer_group: ranks with the same shard in other process groups, over which gradients are
+        averaged too (reduce-scatter inside, all-reduce outside).
+    stage_group: in a pipeline one rank of each stage: norm, clipping and skipped steps are then the
+        whole model's. "none": there are no other stages.
+    crossover: parameters with fewer elements are updated by every rank. A number, or the file that
+        `samestep bench crossover` wrote.
+    bucket_size: elements that travel together. None: by the number of ranks and the links.
+    ranks_per_host: neighbouring ranks that share a host. None: LOCAL_WORLD_SIZE, otherwise all. If
+        given, ordered sums go host by host.
+    two_levels: reduce inside hosts first, then across them. None: where `plan.links` says that it
+        is faster. For plain parameters.
     waves: parts of a step; the parameters of one travel while the next is computed.
-    owners: how Muon's blocks are given to ranks.
-    max_state_ratio: how much more state than the mean a rank may own to balance the work.
-    muon_schedule: for DTensors: "parallel" gives every block one owner, to which its parts travel
-        and from which the result comes back, in a pipeline; "gather" has every rank gather and
-        compute all.
-    chunk_size: for DTensors: elements of blocks that travel and are computed together; default: a
-        chunk that fills a GPU (67 million), and `bucket_size` on CPU or where that was chosen.
-    chunks_ahead: chunks of blocks that are collected ahead of the one that is computed; 0: no
-        pipeline, every chunk is waited for, there and back.
-    block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
-    check_gradients: report a gradient that is not finite, with parameter and rank, before it is
-        combined with those of other ranks: by the optimizer, or by FSDP2. The host waits for every
-        gradient: for finding a fault. Not where others have averaged (DDP, grads="reduced").
-    state_dict_form: what `state_dict()` gives where ranks share the state. "whole": all of it, on
-        the rank where `consolidate_state_dict()`, which all ranks call, has gathered it; else it
-        raises, since trainers save what one rank gives. "part": each rank its own part, which
-        loads on the same rank of the same plan alone.
-    deferred: make plans and state in the first step, or when state is loaded, and look for other
-        ranks and for DDP then: for a model that somebody will move, wrap or shard after the
-        optimizer was built, as trainers do. Until then `state_dict()` has no state, as torch's
-        before a first step.
-    strict: replicas that differ at construction are an error instead of being mended.
-    offload: "state" keeps moments, momenta and master weights in the host's memory, and brings them
-        to the GPU in the step, a window at a time. The bits are the same. None: beside parameters.
+    owners: Muon's blocks are given to ranks by FLOPs ("balanced"), or in turn ("cyclic").
+    max_state_ratio: state that a rank may own, in multiples of the mean, to balance the work. None:
+        no limit.
+    muon_schedule: for DTensors: "parallel" sends the parts of a block to one owner and the result
+        back; "gather" lets every rank gather and compute all blocks.
+    chunk_size: for DTensors: elements of blocks that travel together. None: 67 million on a GPU;
+        `bucket_size` on CPU, or where that was chosen.
+    chunks_ahead: for DTensors: chunks that are gathered ahead of the one that is computed; 0: none.
+    block_dtype: for DTensors: dtype in which blocks travel. None: bfloat16 on a GPU, float32 on
+        CPU.
+    check_gradients: for finding a fault: raise where a gradient is not finite, with parameter and
+        rank, before it is added to others. The host waits for every gradient. Refused where DDP
+        averages.
+    state_dict_form: "whole": `state_dict()` has all state, after `consolidate_state_dict()` on all
+        ranks. "part": each rank's part, which loads on the same rank of the same plan alone.
+    deferred: make plans and state in the first step, for a model that a trainer moves, wraps or
+        shards after construction.
+    strict: replicas that differ at construction raise, instead of being overwritten with rank 0's.
+    offload: "state" keeps state and main parameters in the host's memory, and brings them to the
+        GPU in the step. The bits are the same.
     """
 
     sharding: Sharding = "auto"

@@ -47,19 +47,17 @@ def _flag_or_backend(name: str, value: Any) -> None:
 class StepOptions:
     """The keywords of an optimizer that concern every step, whatever the rules and the ranks.
 
-    master_weights: keep a 32-bit copy of 16-bit parameters and update that. Without it most small
-        updates are lost; False says that this is meant, None (the default) warns.
-    max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step if it is
-        not finite; `metrics()` has the norm. math.inf: only that check. {"adamw": 1.0}: of each
-        rule that is named the joint norm of its parameters alone.
-    update_rms: `metrics()` tells the size of the updates.
-    compile: run the math through torch.compile (True, or the name of a backend).
-    cuda_graph: replay the whole step as one CUDA graph, which takes the host out of it, for one
-        process with its parameters on a GPU. Learning rates stay live; a step with gradients that
-        the graph does not know runs without it. The memory that a step needs beside parameters and
-        state is then kept. None: where that is at most 2% of the GPU's.
-    batch_elements: how many elements of Muon's blocks are orthogonalized at once; fewer need less
-        memory beside parameters and state, and more launches. The bits are the same.
+    master_weights: keep fp32 main parameters of 16-bit parameters and update those. None warns that
+        small updates are lost; False accepts that.
+    max_grad_norm: clip by the joint norm of all averaged gradients, and skip a step whose norm is
+        not finite. math.inf: only that. {"adamw": 1.0}: a norm for each rule that is named.
+    update_rms: `metrics()` has the size of the updates.
+    compile: run the math through torch.compile: True, or the name of a backend.
+    cuda_graph: replay the whole step as one CUDA graph, in one process on a GPU. Learning rates
+        stay live; a step with other gradients runs without it. None: where the memory of the graph
+        is at most 4% of the GPU's.
+    batch_elements: elements of Muon's blocks that are orthogonalized at once; fewer need less
+        memory. The bits are the same.
     """
 
     master_weights: bool | None = None

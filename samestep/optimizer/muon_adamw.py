@@ -228,29 +228,26 @@ class MuonAdamW(RuleOptimizer):
     (`adjust_lr="match_rms_adamw"`): an AdamW learning rate can be reused.
 
     Arguments:
-        lr: learning rate of every role without one of its own (default 1e-3, or the preset's; where
-            a preset has different ones for Muon and AdamW, give matrix_lr beside it). A tensor is
-            copied for each group, so that schedules may differ: change `param_groups`, not it.
-        matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
+        lr: learning rate of every role without one of its own. None: 1e-3, or the preset's. A
+            tensor is copied for each group.
+        matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rate of a role.
         weight_decay, decay_form, maximize: for both rules (default decay 0.1).
-        matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay per role.
+        matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay of a role.
         no_decay: roles without weight decay: `("scalar", "embedding")` are norms, biases and other
-            vectors, and embeddings. `table()` shows roles and decays. With `groups=`, too, whose
-            members of these roles come into groups of their own.
+            vectors, and embeddings.
         betas, eps, eps_hat, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, all False); its
             `cautious` is a group key.
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
-        preset: "torch", "keller", "moonlight", "nanochat", "dion", ...: the defaults of that
-            recipe; `samestep.presets` has them all.
-        recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
-            "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
-            what `samestep.recipes.known_of` gives, by name of a parameter; None: none. Overrides
-            win over it.
-        overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
-            parameters: another rule, learning rate, split_sizes, ... for those it matches.
-        groups: instead of automatic routing, group dicts whose "params" are patterns or
-            predicates; every parameter must be in exactly one.
+        preset: defaults of another implementation: "torch", "keller", "moonlight", "nanochat",
+            "dion", ...; `samestep.presets` has them all.
+        recipe: fused weights, expert stacks and routers of the architecture: "auto" finds them by
+            `model.config.model_type`; a name of `samestep.recipes.RECIPES`; what
+            `samestep.recipes.known_of` gives; None: none. Overrides win over it.
+        overrides: {pattern or predicate(name, param): {key: value}}: rule and group keys of the
+            parameters that it matches.
+        groups: instead of routing, group dicts whose "params" are patterns or predicates; every
+            parameter must be in exactly one.
         state_dtypes: keep moments, or master weights, in fewer bits: "8bit" or "bf16_stochastic"
             for all moments, or {"exp_avg": torch.bfloat16, "master_weight": "remainder", ...}.
         master_weights, max_grad_norm, update_rms, compile, cuda_graph, batch_elements: how a step

@@ -29,6 +29,12 @@ class AdaMuonRule(MuonRule):
 
     The second moment belongs to whole blocks, as the norm does: where DTensors are divided, every
     rank that holds a part of a block keeps all of its second moment.
+
+    Options of a group, where they are not Muon's:
+        sign: orthogonalize the signs of the momentum.
+        variance_beta2: decay rate of the second moment of the direction.
+        variance_eps: added to the root of the second moment.
+        renormalize: scale the result to the Frobenius norm sqrt(min(rows, cols)).
     """
 
     name = "adamuon"
@@ -37,7 +43,7 @@ class AdaMuonRule(MuonRule):
         "orthogonalize": "newton-schulz",
         "momentum_form": "sum",
         "nesterov": False,
-        "sign": True,  # orthogonalize the signs of the momentum
+        "sign": True,
         "variance_beta2": 0.95,
         "variance_eps": 1e-8,
         "renormalize": True,

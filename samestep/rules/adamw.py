@@ -22,14 +22,20 @@ class AdamWRule:
     v <- beta2 v + (1 - beta2) g^2
     p <- p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    With `amsgrad` the largest v so far stands for v in the last line. `eps_hat` adds eps before
-    the correction, as Moonlight and section 2 of arXiv 1412.6980 do:
-    (sqrt(v) + eps) / sqrt(1 - beta2^t) divides. `cautious` decays only where m and p have one sign
-    (arXiv 2510.12402). `decay_form`: "independent" decays p (1 - wd); "l2" takes g + wd p for the
-    gradient. With `eps=0` an element whose v is 0 stays where it is.
-
-    `fused` does all in one pass over memory, on CPU, as torch's own does: about twice as fast,
-    other by rounding; not with the forms above, which torch's kernel does not have.
+    Options of a group:
+        lr: learning rate. A tensor is copied for each group.
+        betas: decay rates of the averages of gradients and of their squares.
+        eps: added to the root of v after bias correction; 0: an element whose v is 0 stays.
+        weight_decay: parameters shrink by `lr * weight_decay` in a step.
+        amsgrad: divide by the root of the largest v so far.
+        eps_hat: add eps before bias correction, as Moonlight and section 2 of arXiv 1412.6980 do.
+        cautious: decay only elements where m and the parameter have the same sign (arXiv
+            2510.12402).
+        decay_form: "decoupled"; "independent" of the learning rate; "l2": in the gradient.
+        fused: one pass over memory on CPU, as torch's fused kernel: about twice as fast, other by
+            rounding; not with the forms above, which torch's kernel does not have.
+        state_dtypes: how state is stored: "8bit", "bf16_stochastic", or a mapping of state names to
+            these or to dtypes. None: float32.
     """
 
     name = "adamw"
@@ -42,9 +48,9 @@ class AdamWRule:
         "amsgrad": False,
         "eps_hat": False,
         "cautious": False,
-        "decay_form": "decoupled",  # "independent" | "l2"
+        "decay_form": "decoupled",
         "fused": False,
-        "state_dtypes": None,  # {"exp_avg": torch.bfloat16, ...}: kept so, computed in 32 bits
+        "state_dtypes": None,
     }
     schedulable = frozenset({"lr", "betas", "eps", "weight_decay"})
     taken: ClassVar[Mapping[str, checks.Check]] = {

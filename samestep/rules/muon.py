@@ -47,7 +47,48 @@ VarianceAxis = Literal["long", "rows"]
 
 
 class MuonRule:
-    """The matrix rule `"muon"`; `samestep.presets` holds the option sets people know."""
+    """The matrix rule `"muon"`; `samestep.presets` holds the option sets people know.
+
+    Options of a group:
+        lr: learning rate. A tensor is copied for each group.
+        weight_decay: parameters shrink by `lr * weight_decay` in a step.
+        momentum: decay rate of the average of gradients.
+        momentum_form: "ema" is m + (1 - mu)(g - m); "sum" is mu m + g.
+        nesterov: look ahead by one momentum step.
+        equilibrate: scale rows to one norm before orthogonalization, as nanochat does.
+        orthogonalize: table of coefficients: "polar-express", "polar-express-4", "polar-express-3",
+            "newton-schulz", "quintic", "cans", "aol", "deepseek-v4" or "cubic".
+        norm_factor: a block's norm is multiplied with it before the first step. None: the table's.
+        ns_steps: number of steps. None: as many as the table has; 5 of a single triple.
+        ns_coefficients: (a, b, c), or one triple per step, instead of the table.
+        ns_start: "norm" divides a block by its norm; "gram" and "aol" by a closer bound from its
+            Gram matrix, in plain torch alone.
+        execution: "standard" multiplies the block in each step, "gram" its Gram matrix. None: the
+            one with fewer FLOPs.
+        eps: smallest norm to divide by; 0: the update has full size however small the momentum.
+        eps_form: "clamp" divides by max(norm, eps), "add" by norm + eps.
+        renormalize: scale the result to the Frobenius norm sqrt(min(rows, cols)).
+        variance_beta2: NorMuon: even out rows or columns by a running mean of their squares with
+            this decay rate. None: do not.
+        variance_axis: "long" evens out the longer side, "rows" always rows.
+        variance_eps: smallest variance to divide by.
+        variance_eps_form: "clamp" is 1 / sqrt(max(s, eps)), "add" 1 / (sqrt(s) + eps).
+        adjust_lr: scale of the update: "match_rms_adamw" 0.2 sqrt(max(rows, cols)), "original"
+            sqrt(max(1, rows / cols)), "unit_rms_norm" sqrt(rows / cols), "sqrt_max"
+            sqrt(max(rows, cols)), None: 1.
+        update_scale: one more factor on the update.
+        cautious: decay only elements where update and parameter have the same sign.
+        decay_form: "decoupled", or "independent" of the learning rate.
+        scale_decay: weight decay with the scaled learning rate.
+        split_sizes: rows of each matrix in a fused weight: sizes, "halves", "heads:16",
+            "interleaved:3x16", or a mapping of name patterns to these.
+        flatten: take a convolution as (out, everything else).
+        transposed: the weight is stored as (in, out).
+        compute_dtype: dtype of the products. None: float16 on accelerators if the table has room
+            for its rounding, else float32.
+        state_dtypes: how state is stored: "8bit", "bf16_stochastic", or a mapping of state names to
+            these or to dtypes. None: float32.
+    """
 
     name = "muon"
     kind: Literal["matrix"] = "matrix"
@@ -55,35 +96,34 @@ class MuonRule:
         "lr": 1e-3,
         "weight_decay": 0.1,
         "momentum": 0.95,
-        "momentum_form": "ema",  # "ema": m = mu m + (1 - mu) g; "sum": m = mu m + g
+        "momentum_form": "ema",
         "nesterov": True,
-        "equilibrate": False,  # bring the rows to one norm first
+        "equilibrate": False,
         "orthogonalize": "polar-express",
-        "norm_factor": None,  # of a block's norm, before the first step; None: the table's
-        "ns_steps": None,  # None: as many as the table has, 5 of a single triple
-        "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
-        # "gram" | "aol": blocks are scaled by what their Gram matrix bounds, in plain torch alone.
+        "norm_factor": None,
+        "ns_steps": None,
+        "ns_coefficients": None,
         "ns_start": "norm",
-        "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
-        "eps": 1e-7,  # 0: no matter how small the momentum, the update has full size
+        "execution": None,
+        "eps": 1e-7,
         "eps_form": "clamp",
-        "renormalize": False,  # to Frobenius norm sqrt(min(rows, cols)) afterwards
-        "variance_beta2": None,  # None: no variance reduction
-        "variance_axis": "long",  # "rows": per row also of wide blocks
+        "renormalize": False,
+        "variance_beta2": None,
+        "variance_axis": "long",
         "variance_eps": 1e-10,
-        "variance_eps_form": "clamp",  # "add": 1 / (sqrt(s) + eps)
+        "variance_eps_form": "clamp",
         "adjust_lr": "match_rms_adamw",
-        "update_scale": 1.0,  # one more factor on the adjusted learning rate
+        "update_scale": 1.0,
         "cautious": False,
-        "decay_form": "decoupled",  # "independent": not multiplied with the learning rate
-        "scale_decay": False,  # weight decay with the adjusted learning rate
-        "split_sizes": None,  # rows of matrices inside a parameter: `layout.splits` has all forms
+        "decay_form": "decoupled",
+        "scale_decay": False,
+        "split_sizes": None,
         "flatten": False,
-        "transposed": False,  # stored as (in, out)
-        # None: 16 bits on accelerators if the table has room, else 32. Kernels multiply in float16
-        # what was rounded to bfloat16, and round the result to it: so it travels between ranks.
+        "transposed": False,
+        # Kernels multiply in float16 what was rounded to bfloat16, and round the result to it: so
+        # it travels between ranks.
         "compute_dtype": None,
-        "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
+        "state_dtypes": None,
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
     taken: ClassVar[Mapping[str, checks.Check]] = {

@@ -1,20 +1,14 @@
 """What pages say: files, links and anchors are there, examples run, pictures have commands."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-
-import samestep
 from tests import tables
 from tests.inventory import LISTED, MODULES
-from tests.ranks import run_forked
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -138,17 +132,6 @@ def test_every_picture_is_shown_and_has_its_command():
     assert made == set(PICTURES)
 
 
-def test_the_tree_is_what_its_script_draws():
-    spec = importlib.util.spec_from_file_location("layout_tree", DOCS / "layout_tree.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.PICTURE.read_text() == script.draw(), "run: python docs/layout_tree.py"
-    page = (DOCS / "which_layout.md").read_text()
-    assert [
-        question for question, _ in script.TREE[:-1] if question.replace('"', "`") not in page
-    ] == []
-
-
 @each_page
 def test_examples_are_python(page):
     for kind, code in FENCED.findall(page.read_text()):
@@ -156,9 +139,9 @@ def test_examples_are_python(page):
             compile(code, page.name, "exec")
 
 
-def run_page(page, names=()):
-    """Runs its blocks in turn: what each printed, and what the page says that it does."""
-    names = {"__name__": "page", **dict(names)}
+def run_page(page):
+    """What each block of text says, and what the block of Python above it has printed."""
+    names = {"__name__": "__main__"}
     printed, said = "", []
     for kind, code in FENCED.findall(page.read_text()):
         if kind == "python":
@@ -169,36 +152,6 @@ def run_page(page, names=()):
         elif kind == "text":
             said.append((printed, code))
     return said
-
-
-def test_the_first_tutorial():
-    said = run_page(DOCS / "start.md")
-    assert len(said) == 4
-    assert [printed for printed, _ in said] == [text for _, text in said]
-
-
-def test_the_tutorial_of_several_ranks():
-    said, others = run_forked(2, rank_of_the_tutorial)
-    assert len(said) == 3
-    assert [printed for printed, _ in said] == [text for _, text in said]
-    assert [printed for printed, _ in others] == ["", "", ""]
-
-
-def rank_of_the_tutorial(rank):
-    return run_page(DOCS / "several_ranks.md")
-
-
-def test_the_lines_of_the_readme():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    before = model[0].weight.detach().clone()
-    loss = model(torch.randn(4, 8)).square().mean()
-    run_page(ROOT / "README.md", {"samestep": samestep, "model": model, "loss": loss})
-    assert not torch.equal(model[0].weight, before)
-
-
-def test_the_readme_says_how_it_is_tested():
-    assert re.search(r"^    make test ", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 def test_public_names_are_in_the_reference():

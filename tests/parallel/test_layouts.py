@@ -43,7 +43,7 @@ FOUR_RANKS = {
     "pp tp sp": (DENSE, {**SP, "pp": 2}),
 }
 if not SOAK:
-    # docs/hybrid_table.md shows these, too, and test_router_losses.py has others like them.
+    # receipts/hybrid.json has these, too, and test_router_losses.py has others like them.
     some = ("ep, room", "pp", "tp experts", "tp, whole experts", "ep, the same tokens, room")
     for name in some:
         del TWO_RANKS[name]
@@ -163,7 +163,7 @@ def quietly(rank, case, expected):
 
 
 @pytest.mark.skipif(
-    not SOAK, reason="compiles for long: make soak runs it, and docs/hybrid_table.md shows it"
+    not SOAK, reason="compiles for long: make soak runs it, and receipts/hybrid.json has it"
 )
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(

@@ -361,7 +361,7 @@ class Options:
     missing: Annotated[bool, "only those that the receipt does not have"] = False
     steps: Annotated[int, "after which copies are compared; the first 20 with one process"] = 100
     lane_steps: Annotated[int, "the same for the lanes of 16 layers"] = 20
-    table: Annotated[Path, "the table to write"] = Path("docs/hybrid_table.md")
+    table: Annotated[Path, "the table to write"] = Path("out/hybrid_table.md")
     receipt: Annotated[Path, "the receipt to write"] = Path("receipts/hybrid.json")
     timeout: Annotated[float, "seconds that a row may take"] = 1800.0
 

@@ -172,6 +172,65 @@ def steps(up: str) -> str:
 
 STEP_RECEIPTS = ("step_lanes_dion", "step_all_peers")
 
+# Of README: receipts of `samestep bench step` with all peers, and of a whole training.
+ALL_PEERS, TRAINING = "step_all_peers", "client_llama"
+# Contestants of one optimizer, in the order of the table, by the beginning of their names.
+OPTIMIZERS = ("ours", "dion", "speedrun", "nanochat", "torch")
+OTHER_MATH = ("float16", "variance", "remainder", "adamw", "plain", "eager")
+LABELS = {
+    "ours": "samestep, clipping gradients",
+    "ours-graph": "samestep, clipping gradients, CUDA graph",
+    "dion-triton": "dion, Triton",
+    "dion-graph": "dion, Triton, CUDA graph",
+    "dion-gram": "dion, gram-newton-schulz kernels",
+    "dion-gns": "dion, gram-newton-schulz kernels",
+    "dion-gns-graph": "dion, gram-newton-schulz kernels, CUDA graph",
+    "speedrun": "modded-nanogpt",
+    "nanochat": "nanochat, compiled",
+    "torch": "torch.optim.Muon, fused AdamW",
+}
+
+
+def peers(up: str) -> str:
+    """Milliseconds of a step of the best configuration of each optimizer, in one run."""
+    sets = result(ALL_PEERS)["sets"]
+    head = ["optimizer, best configuration"]
+    head += [
+        f"{(s['matrix_parameters'] + s['other_parameters']) / 1e9:.2f} B parameters, ms"
+        for s in sets
+    ]
+    rows = []
+    for optimizer in OPTIMIZERS:
+        found = [
+            {
+                each["name"]: each["ms"]["median"]
+                for each in of_set["contestants"]
+                if each["name"].partition("-")[0] == optimizer
+                and not each["failed"]
+                and not any(other in each["name"] for other in OTHER_MATH)
+            }
+            for of_set in sets
+        ]
+        if all(found):
+            label = LABELS[min(found[-1], key=found[-1].__getitem__)]
+            rows.append([label, *(f"{min(of_set.values()):.1f}" for of_set in found)])
+    return table(head, rows)
+
+
+def beside_adamw(up: str) -> str:
+    """Tokens per second of a whole training."""
+    of_training = result(TRAINING)
+    tokens = of_training["training"]["batch"] * of_training["training"]["sequence"]
+    took = {each["name"]: each["iteration_ms"]["median"] for each in of_training["contestants"]}
+    named = {
+        "torch-adamw": "torch's fused AdamW",
+        "ours": "samestep.MuonAdamW",
+        "dion": "dion's Muon",
+    }
+    rows = [[label, f"{tokens / took[name]:.0f}"] for name, label in named.items()]
+    return table(["whole training", "thousand tokens per second"], rows)
+
+
 # --- optimizers of others ------------------------------------------------------------------------
 
 
@@ -190,7 +249,13 @@ def foreign(_: str) -> str:
     return table(["optimizer", "scenarios held", "did not hold"], rows)
 
 
-TABLES: dict[str, Callable[[str], str]] = {"support": support, "steps": steps, "foreign": foreign}
+TABLES: dict[str, Callable[[str], str]] = {
+    "support": support,
+    "steps": steps,
+    "peers": peers,
+    "beside-adamw": beside_adamw,
+    "foreign": foreign,
+}
 
 
 def pages() -> list[Path]:

@@ -9,11 +9,11 @@ from statistics import geometric_mean, mean, stdev
 
 import pytest
 
-from benchmarks import fine_tuning, foreign, readme
+from benchmarks import fine_tuning, foreign
 from samestep.lab.stress.layouts import LAYOUTS
-from samestep.lab.stress.matrix import table
 from samestep.lab.stress.mutants import MUTANTS
 from samestep.lab.stress.scenarios import SCENARIOS
+from tests import tables
 
 ROOT = Path(__file__).parent.parent
 SOAKS = ("soak_2", "soak_3", "soak_4", "soak_8")
@@ -51,11 +51,9 @@ def applying(name):
 
 
 def test_tables_of_the_readme():
-    """Made anew by `python -m benchmarks.readme`."""
-    text = readme.README.read_text()
-    assert readme.rendered(text) == text
-    for name in (readme.STEP, readme.TRAINING):
-        assert f"benchmarks/results/{name}.json" in text
+    """Their numbers are made of these receipts, which `tests/tables.py` names."""
+    for name in (tables.ALL_PEERS, tables.TRAINING):
+        assert_said("README.md", f"([receipt](benchmarks/results/{name}.json))")
 
 
 def test_bugs_of_the_readme():
@@ -361,30 +359,6 @@ def test_two_ranks():
     )
 
 
-def test_what_layers_hide():
-    rows = {(r["ranks"], r["link"], r["name"]): r for r in result("layer_overlap")["rows"]}
-    texts = []
-    for ranks in (2, 4):
-        for link in ("fast", "middle", "slow"):
-            after, beside = (
-                rows[ranks, link, f"shared expert {when}"]
-                for when in ("after the others", "while rows travel")
-            )
-            assert beside["hidden"] > 10
-            waits = f"{after['waited']:.1f} | {beside['waited']:.1f} | **{beside['hidden']:.1f}**"
-            steps = f"{after['whole']:.0f} | {beside['whole']:.0f}"
-            texts.append(f"| {ranks} | {link} | {beside['busy']:.1f} | {waits} | {steps} |")
-        for link in ("fast", "middle", "slow", "gloo"):
-            whole = rows[ranks, link, "sums as a whole"]["whole"]
-            cells = []
-            for name in ("gradient beside products", "sums in 4 pieces", "both"):
-                row = rows[ranks, link, name]
-                least, most = row["shorter_quartiles"]
-                cells.append(f"{row['shorter']:.1f} ({least:.1f} to {most:.1f})")
-            texts.append(f"| {ranks} | {link} | {whole:.0f} | {' | '.join(cells)} |")
-    assert_said("docs/overlap.md", *texts)
-
-
 def test_long_runs():
     furthest = Counter()
     for name in SOAKS:
@@ -422,7 +396,10 @@ def test_fsdp2_in_the_harness():
         ran = Counter(case["layout"] for case in applying(name))
         assert ran["fsdp2_parallel"] == ran["tp_fsdp2"] == ran["ep_fsdp2"] == 21
         assert ran["hsdp"] == (21 if name in ("soak_4", "soak_8") else 0)
-    assert_said("docs/dtensors.md", "21 of its 22 scenarios for 1000 steps on 2, 3, 4 and 8 ranks")
+    assert_said(
+        "docs/fsdp2.md",
+        "of 2, 3, 4 and 8 ranks, FSDP2 (HSDP on 4 and 8) took 21 of the harness's 22 scenarios",
+    )
 
 
 def test_runs_on_a_gpu():
@@ -503,10 +480,18 @@ def test_the_page_of_the_harness_lists_what_there_is():
 
 
 def test_layouts_beside_one_process():
-    """The page is what its command makes of the receipt."""
     found = json.loads((ROOT / "receipts" / "hybrid.json").read_text())
     assert found["verdict"] == "pass"
-    assert (ROOT / "docs" / "hybrid_table.md").read_text() == table(found["rows"])
+    rows = found["rows"].values()
+    ranks = sorted({row["ranks"] for row in rows})
+    most = {key: max(row[key] for row in rows) for key in ("gradient", "loss", "adamw", "muon")}
+    assert ranks == [2, 4, 8]
+    assert_said(
+        "docs/hybrid.md",
+        f"{len(rows)} combinations of TP, SP, EP, PP",
+        f"gradients within {most['gradient']:.1e}, losses within {most['loss']:.1e}, "
+        f"parameters within {most['adamw']:.1e} (AdamW) and {most['muon']:.1e} (Muon)",
+    )
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])

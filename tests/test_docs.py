@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests import tables
 from tests.inventory import LISTED, MODULES
 

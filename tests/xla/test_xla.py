@@ -19,6 +19,7 @@ from samestep.rules.muon import MuonRule
 from samestep.xla import runtime
 from samestep.xla.tiling import Tiling, annotate, lay, tiling_of
 from tests.ranks import RanksFailed, run_forked
+from tests.test_docs import DOCS, run_page
 
 pytestmark = pytest.mark.xla
 OPTIONS = {"lr": 0.02, "weight_decay": 0.125, "crossover": 64}
@@ -383,3 +384,8 @@ def test_a_process_group_is_refused():
     except RanksFailed as failed:
         pytest.fail(str(failed))
     assert all("is on XLA, and there is a process group of 2 ranks" in each for each in messages)
+
+
+def test_the_code_of_the_page():
+    """The blocks of docs/xla.md, one after the other, on four devices."""
+    assert on_devices(4, lambda device: len(run_page(DOCS / "xla.md"))) == 0

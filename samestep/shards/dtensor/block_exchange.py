@@ -1,6 +1,6 @@
 """Blocks of DTensors: they come together on their owners, chunk by chunk, and go back.
 
-`docs/dtensors.md` has the algorithm. Only what needs the whole block is done by its owner.
+`docs/fsdp2.md` has the algorithm. Only what needs the whole block is done by its owner.
 `PlainStages` are those of a chunk in plain torch; `kernel_stages` has them with kernels, for which
 the same travels.
 """

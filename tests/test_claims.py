@@ -60,6 +60,11 @@ def test_bugs_of_the_readme():
     caught = receipt("field_bugs")["mutants"]
     assert all(each["caught"] for each in caught)
     assert_said("README.md", f"all {len(caught)} of")
+    bugs = (ROOT / "README.md").read_text().partition("## Bugs")[2].partition("## Words")[0]
+    links = re.findall(r"\]\((https://github\.com/\S+)\)", bugs)
+    pages = "".join(each.read_text() for each in (ROOT / "docs").glob("*.md"))
+    assert len(links) > 5
+    assert [link for link in links if link not in pages] == []
 
 
 def test_steps_beside_dion():

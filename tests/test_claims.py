@@ -359,6 +359,8 @@ def test_two_ranks():
     sent = [f"{each['bytes_per_step_and_rank'] / 1e6:.0f} MB" for each in (ours, theirs)]
     took = [f"{each['median_ms']['iteration']:.0f} ms" for each in (ours, theirs)]
     assert_said("docs/proof.md", f"| {sent[0]} | ZeroRedundancyOptimizer {sent[1]} |")
+    said = f"ZeroRedundancyOptimizer for AdamW on 2 ranks: {sent[0]} instead of {sent[1]}"
+    assert_said("docs/several_gpus.md", said.removesuffix(" MB"))
     assert_said(
         "docs/proof.md", f"| {took[0]} | ZeroRedundancyOptimizer, fused, with all views {took[1]}"
     )
@@ -441,6 +443,7 @@ def test_faults_are_named(backend, late):
     assert all(each["status"] not in (None, 0) for each in reports)
     assert max(each["seconds"] for each in reports) <= late + 10.0
     assert_said("docs/proof.md", f"{len(cases)} of {len(cases)} over")
+    assert_said("docs/several_hosts.md", f"All {len(cases)} faults of the harness")
     assert_said("docs/gpu.md", f"all {len(cases)} named")
 
 

@@ -184,13 +184,13 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 		-e ".[dev,integrations]"
 	touch $@
 
-# Classes of other libraries beside ours, from checkouts in PEERS (dion, Megatron-LM, ...); then the
-# table of docs/peers.md.
+# Classes of other libraries beside ours, from checkouts in PEERS (dion, Megatron-LM, ...); then
+# their receipt, of which docs/coming_from.md has a table.
 PEERS ?=
 test-peers: venv
 	@test -n "$(PEERS)" || { echo "make test-peers needs PEERS=/path/to/checkouts"; exit 2; }
 	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m pytest -q tests/peers
-	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m tests.peers > docs/peers.md
+	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m tests.peers > receipts/peers.json
 
 test-integrations: $(INTEGRATIONS)/.installed
 	[ -z "$(TORCHTITAN_PATH)" ] || $(INTEGRATIONS)/bin/python -c "import grain, spmd_types" 2>/dev/null || \

@@ -22,10 +22,14 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.version import PYTHON, TORCH
 from tests.dist import ROOT, build
 
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCHES = ("2.9", "2.10", "2.11", "2.12", "2.13")
+# All minor versions from the oldest to the newest that are supported.
+PYTHONS, TORCHES = (
+    tuple(f"{oldest[0]}.{minor}" for minor in range(oldest[1], newest[1] + 1))
+    for oldest, newest in (PYTHON, TORCH)
+)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 CORE = ("test_step", "test_state_dict", "test_replicated", "test_flat", "test_sharded")

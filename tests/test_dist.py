@@ -140,7 +140,7 @@ def test_supported_versions_are_the_same_everywhere():
     classified = [each.removeprefix(prefix) for each in project["classifiers"] if prefix in each]
     assert tuple(classified) == PYTHONS
     assert (PYTHONS[-1], TORCHES[-1]) == tuple(".".join(map(str, e[1])) for e in (PYTHON, TORCH))
-    (page,) = [each for each in (ROOT / "docs").rglob("releasing.md")]
+    (page,) = (ROOT / "docs").rglob("releasing.md")
     lines = page.read_text().splitlines()
     header = next(line for line in lines if line.startswith("| torch | Python"))
     assert header == f"| torch | {' | '.join(f'Python {each}' for each in PYTHONS)} |"

@@ -30,9 +30,7 @@ def test_a_healthy_machine(capsys):
     ):
         assert f"\n{area}\n" in f"\n{shown}"
     assert f"torch                {torch.__version__}" in shown
-    assert (
-        "2 ranks over gloo    MuonAdamW steps as one process does, bit for bit" in shown
-    )
+    assert "2 ranks over gloo    MuonAdamW steps as one process does, bit for bit" in shown
     assert "plain torch: kernels are for CUDA" in shown
     assert "muon                 24 parameters, 720,896 elements (91.5%) in 24 blocks" in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -55,9 +55,12 @@ def test_help_has_one_form(name):
 
 
 def test_flags_and_their_values():
-    text = "x [--out PATH]\n --backend {gloo,nccl}  (--out)\n --size {None}|INT [--sp | --no-sp]"
+    text = (
+        "x [--out PATH]\n    torchrun --nproc 2 x\n  -h, --help  shows it\n"
+        "  --backend {gloo,nccl}  (--out)\n  --size {None}|INT  a size\n  --sp, --no-sp  split"
+    )
     assert flags_in(text) == {
-        "--backend": ["gloo", "nccl"], "--no-sp": [], "--out": [], "--size": [], "--sp": [],
+        "--backend": ["gloo", "nccl"], "--help": [], "--no-sp": [], "--size": [], "--sp": [],
     }  # fmt: skip
     assert broken_lines("  one two three   \n\nx", 10) == "  one two\n  three\n\nx\n"
 

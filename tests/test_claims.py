@@ -465,6 +465,7 @@ def test_checkpoints_between_layouts():
     assert matrix["verdict"] == "pass"
     sides = round(matrix["pairs"] ** 0.5)
     assert_said("docs/proof.md", f"checkpoints from {sides} layouts", f"{matrix['pairs']} pairs")
+    assert_said("docs/checkpoints.md", f"all {matrix['pairs']} pairs of {sides} layouts")
 
 
 def test_mutants():

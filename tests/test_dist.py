@@ -121,6 +121,13 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(built
     assert (found.stdout, found.stderr) == (f"{clone / 'samestep' / '__init__.py'}\n", "")
 
 
+def test_the_readme_names_the_versions():
+    python, torch = (
+        " to ".join(f"{major}.{minor}" for major, minor in each) for each in (PYTHON, TORCH)
+    )
+    assert f"Python {python}, torch {torch}." in (ROOT / "README.md").read_text()
+
+
 def test_the_version_stands_in_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]

@@ -211,7 +211,7 @@ pages: venv
 promises: venv
 	$(PY) -m tests.promises
 
-# sdist and wheel of the commit, into dist/: docs/releasing.md.
+# sdist and wheel of the commit, into dist/: docs/dev/releasing.md.
 dist: venv
 	$(PY) -m tests.dist --out dist
 

@@ -7,7 +7,7 @@ with torch, the wheel, and a copy of the tests outside of the checkout: `sameste
 nothing broken, then the core's tests run. It is deleted before the next; the libraries of a torch
 are downloaded once for all versions of Python. With torch's CUDA wheels from PyPI about 8 GB are on
 the disk at a time, and less than 2 GB with its CPU wheels, which are taken if their index can be
-reached. Prints the table of docs/releasing.md, and exits with 1 if a cell has failed.
+reached. Prints the table of docs/dev/releasing.md, and exits with 1 if a cell has failed.
 """
 
 import argparse

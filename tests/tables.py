@@ -249,13 +249,32 @@ def foreign(_: str) -> str:
     return table(["optimizer", "scenarios held", "did not hold"], rows)
 
 
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def planned(up: str) -> str:
+    """How far steps that were planned are from steps that were taken."""
+    rows = []
+    for name in ("wall", "cpu", "cpu_16", "2_hosts"):
+        content = result(f"plan_time_{name}")
+        found = content["rows"]
+        ranks = ", ".join(map(str, sorted({row["ranks"] for row in found})))
+        errors = [abs(row["error"]) for row in found]
+        rows.append(
+            [
+                ranks + (" on 2 modelled hosts" if "hosts" in content else ""),
+                "wall" if content["clock"] == "wall" else "computing time",
+                f"{sum(error <= content['bar'] for error in errors)} of {len(found)}",
+                f"{max(errors):.0%}",
+                f"[receipt]({up}benchmarks/results/plan_time_{name}.json)",
+            ]
+        )
+    return table(["gloo ranks", "clock", "steps within 25%", "furthest", ""], rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
-    "support": support,
-    "steps": steps,
-    "peers": peers,
-    "beside-adamw": beside_adamw,
-    "foreign": foreign,
-}
+    "support": support, "steps": steps, "foreign": foreign, "planned": planned
+}  # fmt: skip
 
 
 def pages() -> list[Path]:

@@ -206,8 +206,8 @@ pages: venv
 	mv tests/.inventory.json tests/inventory.json
 	$(PY) -m tests.options_page
 
-# Tries what the documentation promises in every layout; if all is kept, out/ has the receipt and
-# the page that belong into receipts/ and docs/.
+# Tries what the documentation promises in every layout; if all is kept, out/ has the receipt that
+# belongs into receipts/.
 promises: venv
 	$(PY) -m tests.promises
 

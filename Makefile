@@ -114,7 +114,7 @@ test-gpu: venv
 	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -n 4 --dist worksteal
 
 # What needs NCCL with several ranks: a GPU for each of four, or NCCL 2.30 on one GPU that they share
-# (docs/gpu.md). Says why where it cannot run.
+# (docs/dev/kernels.md). Says why where it cannot run.
 test-nccl: venv
 	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -rs -n 0 tests/nccl
 

@@ -331,7 +331,7 @@ def fused_qkv(_: str) -> str:
     """Losses where fused queries, keys and values are one block, three, or one for each head."""
     rows = [
         [row["arm"], str(row["lr"]), f"{mean(losses):.3f}", ", ".join(f"{x:.3f}" for x in losses)]
-        for row in result("muon_claims_qkv")["rows"]
+        for row in result("fused_qkv")["rows"]
         for losses in [[run["loss"] for run in row["runs"]]]
     ]
     return table(["orthogonalized as", "learning rate", "loss, mean", "of each seed"], rows)

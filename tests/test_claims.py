@@ -152,6 +152,16 @@ def test_logits_of_qk_clip():
     assert_said("docs/qk_clip.md", *lines, said)
 
 
+def test_bytes_of_adamw_on_two_ranks():
+    (contest,) = result("two_ranks_512")["contests"]
+    names = ("samestep flat zero1, fused, overlap", "ZeRO fused, views")
+    sent = [contest["contestants"][name]["bytes_per_step_and_rank"] / 1e6 for name in names]
+    assert_said(
+        "docs/several_gpus.md",
+        f"ZeroRedundancyOptimizer for AdamW on 2 ranks: {sent[0]:.0f} MB instead of {sent[1]:.0f}",
+    )
+
+
 def test_long_runs():
     furthest = Counter()
     for name in SOAKS:
@@ -208,6 +218,7 @@ def test_faults_are_named(backend, late):
     assert all(each["named"] or each.get("aborted") for each in reports)
     assert all(each["status"] not in (None, 0) for each in reports)
     assert max(each["seconds"] for each in reports) <= late + 10.0
+    assert_said("docs/several_hosts.md", f"All {len(cases)} faults of the harness")
 
 
 def test_fine_tuning():
@@ -220,7 +231,8 @@ def test_fine_tuning():
 def test_checkpoints_between_layouts():
     matrix = json.loads((ROOT / "receipts" / "checkpoint_matrix.json").read_text())
     assert matrix["verdict"] == "pass"
-    assert matrix["pairs"] == 37**2
+    sides = round(matrix["pairs"] ** 0.5)
+    assert_said("docs/checkpoints.md", f"all {matrix['pairs']} pairs of {sides} layouts")
 
 
 def test_mutants():

@@ -18,6 +18,7 @@ from samestep.kernels.call import (
     chunk_table,
     codes_per_scale,
 )
+from samestep.kernels.launch import launch
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.rules.noise import Origin
 from samestep.rules.state import MASTER, State
@@ -69,7 +70,9 @@ class AdamWTensors:
         step_sizes, root_corrections = torch.empty(
             2, self.count, dtype=torch.float64, device=grads.addresses.device
         )
-        elementwise.advance[(self.count,)](
+        launch(
+            elementwise.advance,
+            (self.count,),
             self.steps.addresses,
             step_sizes,
             root_corrections,
@@ -81,7 +84,9 @@ class AdamWTensors:
             step_dtype=self.step_dtype,
             num_warps=1,
         )
-        elementwise.adamw[(len(self.chunks),)](
+        launch(
+            elementwise.adamw,
+            (len(self.chunks),),
             grads.addresses,
             self.table.addresses,
             None if self.scales is None else self.scales.addresses,

@@ -34,6 +34,7 @@ from samestep.kernels.call import (
     tiles,
 )
 from samestep.kernels.choice import padded
+from samestep.kernels.launch import launch
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.kernels.orthogonalize import orthogonalize_wide
 from samestep.rules.muon import (
@@ -136,7 +137,9 @@ class Rounding:
 def count_step(steps: Table, writes: Tensor | None, step: Step) -> None:
     """Count this step in each of the tensors, () each."""
     (counts,) = steps.tensors
-    elementwise.counted[(len(counts),)](
+    launch(
+        elementwise.counted,
+        (len(counts),),
         steps.addresses,
         step.only_if,
         writes,
@@ -235,7 +238,9 @@ def _step_along(
     scalars, options = step.scalars, step.options
     factors, kind, squares = _factors(blocks, directions, step, grads.writes)
     cut = tiled(turned=blocks.tall)
-    muon_tiles.step_along[(tiles(blocks.rows, blocks.cols, cut), blocks.count)](
+    launch(
+        muon_tiles.step_along,
+        (tiles(blocks.rows, blocks.cols, cut), blocks.count),
         blocks.targets.addresses,
         blocks.count,
         directions,
@@ -322,7 +327,9 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
     def run(
         powers: Tensor | None, *, unscaled: Tensor | None = None, only_sums: bool = False
     ) -> Tensor:
-        muon_tiles.momentum[(programs, count)](
+        launch(
+            muon_tiles.momentum,
+            (programs, count),
             given,
             momenta,
             directions=directions,
@@ -361,7 +368,9 @@ def _numbers(
     norms, scales, own = made.unbind()
     powers = own if powers is None else powers
     again = torch.empty(count, dtype=torch.int32, device=sums.device)
-    muon_tiles.block_numbers[(count,)](
+    launch(
+        muon_tiles.block_numbers,
+        (count,),
         sums,
         parts,
         powers,
@@ -391,7 +400,9 @@ def _write_again(
     assert grads is not None
     count, cut = len(directions), tiled(turned=blocks.tall)
     in_block = _tiles(blocks, directions, cut)
-    muon_tiles.direction_again[(min(AGAIN, in_block), count)](
+    launch(
+        muon_tiles.direction_again,
+        (min(AGAIN, in_block), count),
         grads.addresses,
         blocks.momenta.addresses,
         directions,
@@ -422,7 +433,9 @@ def _equilibrated(
     high, wide = (call.TILE, call.TILE) if blocks.tall else (STRIP, LONG)
     strips = -(-blocks.rows // high)
     sums = torch.empty(count, strips, dtype=torch.float64, device=directions.device)
-    muon_tiles.equilibrate[(strips, count)](
+    launch(
+        muon_tiles.equilibrate,
+        (strips, count),
         given,
         directions,
         numbers.norms,
@@ -457,7 +470,9 @@ def _factors(
     factors = directions.new_empty(count, room, dtype=torch.float32)
     squares = directions.new_empty(count, dtype=torch.float32)
     kept = [state["variance"] for state in blocks.states] if variance else []
-    muon_tiles.direction_factors[(count,)](
+    launch(
+        muon_tiles.direction_factors,
+        (count,),
         square_sums,
         Table([kept]).addresses if variance else None,
         factors,
@@ -486,7 +501,9 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
     sums = directions.new_empty(count, along, dtype=torch.float32)
     high, wide = (STRIP, LONG) if along_short else (call.TILE, call.TILE)
     size = high if along_short else wide
-    muon_tiles.squares_along[(-(-along // size), count)](
+    launch(
+        muon_tiles.squares_along,
+        (-(-along // size), count),
         directions,
         sums,
         short,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samestep.kernels import elementwise
 from samestep.kernels.call import CHUNK, Table, chunk_table, on_device_of
+from samestep.kernels.launch import launch
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Of state too: codes, and remainders of bfloat16.
@@ -43,7 +44,9 @@ class SquareSum:
         """() float64."""
         for addresses, aligned, chunks, sums, dtype in self._launches:
             with on_device_of(sums):
-                elementwise.square_sums[(len(chunks),)](
+                launch(
+                    elementwise.square_sums,
+                    (len(chunks),),
                     addresses,
                     chunks,
                     sums,

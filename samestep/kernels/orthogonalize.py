@@ -19,6 +19,7 @@ from torch import Tensor
 
 from samestep.kernels.call import recorded
 from samestep.kernels.choice import padded
+from samestep.kernels.launch import is_compiling
 from samestep.kernels.symmetric import symmetric_product
 from samestep.rules.basin import Coefficients, gram_segments
 from samestep.rules.orthogonalize import EpsForm, Execution, block_norm, orthogonalize_flops
@@ -189,7 +190,9 @@ _recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
 
 def can_replay(X: Tensor, flops: float) -> bool:
     """Whether it is small, and nobody else is recording."""
-    return flops < SMALL and X.is_cuda and not torch.cuda.is_current_stream_capturing()
+    if is_compiling() or not X.is_cuda:
+        return False
+    return flops < SMALL and not torch.cuda.is_current_stream_capturing()
 
 
 def replayed(function: Function, key: Hashable, X: Tensor, scales: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samestep.kernels import part_tiles
 from samestep.kernels.call import Origins, Step, Table, tiled, tiles
+from samestep.kernels.launch import launch
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.rules.noise import Origin
 
@@ -134,7 +135,9 @@ class MomentumOfParts:
 
     def run_(self, grads: GradientTable, out: Tensor, step: Step) -> None:
         """Update momenta, and write directions into a buffer."""
-        part_tiles.momentum_of_parts[(len(self.programs),)](
+        launch(
+            part_tiles.momentum_of_parts,
+            (len(self.programs),),
             grads.addresses,
             self.table,
             self.kept,
@@ -168,7 +171,9 @@ class Moves:
 
     def run_(self, sources: Sequence[Tensor], out: Tensor) -> None:
         table = Table([sources])
-        part_tiles.moved[(len(self.programs),)](
+        launch(
+            part_tiles.moved,
+            (len(self.programs),),
             table.addresses,
             self.table,
             self.programs,
@@ -229,7 +234,9 @@ class StepOfParts:
     def run_(self, sources: Sequence[Tensor], writes: Tensor | None, step: Step) -> None:
         """Decay and step along directions, which are in some buffers of one dtype."""
         options, scalars, table = step.options, step.scalars, Table([sources])
-        part_tiles.step_of_parts[(len(self.programs),)](
+        launch(
+            part_tiles.step_of_parts,
+            (len(self.programs),),
             table.addresses,
             self.table,
             self.lr_factors(options["adjust_lr"], options["update_scale"]),

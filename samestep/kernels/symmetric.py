@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samestep.kernels.choice import Way, way_of
+from samestep.kernels.launch import launch
 
 
 class Tiling(NamedTuple):
@@ -80,7 +81,9 @@ def symmetric_product(
     def tiled(tensor: Tensor, *block: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [1, *block])
 
-    _symmetric_kernel[(count * tiles,)](
+    launch(
+        _symmetric_kernel,
+        (count * tiles,),
         tiled(left, rows, tiling.depth),
         tiled(right, cols, tiling.depth),
         tiled(right, rows, tiling.depth) if cols > rows else None,

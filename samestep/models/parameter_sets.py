@@ -34,11 +34,31 @@ def _mixture(layers: int, experts: int, width: int, hidden: int) -> Shapes:
     return Shapes(layer * layers, ((32768, width),))
 
 
+def _adapters(layers: int, rank: int) -> Shapes:
+    """Both factors of low-rank adapters of all seven matrices of Llama-70B's layers; a norm."""
+    width, key, hidden = 8192, 1024, 28672
+    sides = (
+        (width, width), (key, width), (key, width), (width, width),
+        (hidden, width), (hidden, width), (width, hidden),
+    )  # fmt: skip
+    layer = tuple(shape for out, into in sides for shape in ((rank, into), (out, rank)))
+    return Shapes(layer * layers, ((width,),))
+
+
+def _vision(width: int, layers: int) -> Shapes:
+    """Blocks with fused projections; patches of 16 x 16, positions, a head of 1000 classes."""
+    layer = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    return Shapes(layer * layers, ((width, 768), (197, width), (1000, width)))
+
+
 SETS = {
     "gpt-1280": gpt(1280, 20, 32768),
     "gpt-2048": gpt(2048, 24, 32768),
+    "gpt-768": gpt(768, 12, 32768),
     "llama-8b-slice": _llama_8b(4),
     "moe-64": _mixture(4, 64, 1024, 512),
+    "lora-16": _adapters(80, 16),
+    "vit-l": _vision(1024, 24),
     "tiny": Shapes((*gpt(16, 1, 8).matrices, (2, 8, 16)), ((8, 16), (16,))),
 }
 

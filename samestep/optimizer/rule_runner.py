@@ -15,7 +15,7 @@ from samestep.groups.step_options import StepOptions
 from samestep.kernels.call import on_device_of
 from samestep.plan.schedule import Update
 from samestep.rules import RULES
-from samestep.rules.executions import run_on, update_on
+from samestep.rules.executions import prepare_on, run_on, update_on
 from samestep.rules.rule import Rule
 from samestep.shards.placement import Placement
 from samestep.update.compiled import CompiledRules
@@ -72,6 +72,7 @@ class RuleRunner:
     def forget_kernels(self) -> None:
         """Parameters or their state were replaced, and lie elsewhere."""
         self.kernel_plans: dict[object, KernelPlan] = {}  # by group and device
+        self._prepared: set[tuple[tuple[int, int, int], ...]] = set()  # groups and their operands
 
     def begin(self, groups: Sequence[Group], decision: ClipDecision) -> None:
         """A step begins with these groups, or has come to a decision."""
@@ -90,9 +91,27 @@ class RuleRunner:
             if operation.is_last:
                 placements[placement].drop_gradients(bucket)
         if not skip:
+            if self.run is run_rule:
+                self._prepare(by_group)
             # Elementwise groups first: few launches, during which the host prepares the others.
             for index in sorted(by_group, key=lambda i: RULES[self._groups[i]["rule"]].kind):
                 self._update_group(index, by_group[index])
+
+    def _prepare(self, by_group: Mapping[int, list[Operand]]) -> None:
+        """Compile the kernels of groups that have not come together before the first one runs."""
+        signature = tuple((i, len(found), id(found[0].state)) for i, found in by_group.items())
+        if signature in self._prepared:
+            return
+        self._prepared.add(signature)
+        by_device: dict[torch.device, list[tuple[GroupMath, int, list[Operand]]]] = {}
+        for index, operands in by_group.items():
+            for device, members in _by_device(operands).items():
+                if prepare_on(device) is not None:
+                    of_group = self.math(index, device), index, members
+                    by_device.setdefault(device, []).append(of_group)
+        for device, groups in by_device.items():
+            with on_device_of(groups[0][2][0].param):
+                prepare_on(device)(groups, self.kernel_plans, self._options.batch_elements)
 
     def _update_group(self, index: int, operands: list[Operand]) -> None:
         """Run the group's rule on its present operands, device by device."""

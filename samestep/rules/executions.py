@@ -18,6 +18,7 @@ class DeviceExecution(NamedTuple):
     missing: `device -> str | None`: the reason why `update` does not run on a device.
     update: updates the operands of a group that it can, and gives the others back
         (`update.triton.update_with_kernels`).
+    prepare: compiles what `update` will launch of some groups (`update.triton.compile_kernels`).
     missing_products: `device -> str | None`: the reason why `products` does not.
     products: orthogonalizes blocks, as `orthogonalize.orthogonalize_plain`; it multiplies in
         float16 whatever 16 bits it is given.
@@ -26,6 +27,7 @@ class DeviceExecution(NamedTuple):
 
     missing: str | None = None
     update: str | None = None
+    prepare: str | None = None
     missing_products: str | None = None
     products: str | None = None
     run: str | None = None
@@ -35,6 +37,7 @@ EXECUTIONS = {
     "cuda": DeviceExecution(
         missing="samestep.kernels.choice:missing",
         update="samestep.update.triton:update_with_kernels",
+        prepare="samestep.update.triton:compile_kernels",
         missing_products="samestep.kernels.choice:missing_products",
         products="samestep.kernels.orthogonalize:orthogonalize_blocks",
     ),
@@ -47,6 +50,12 @@ def update_on(device: torch.device) -> Any:
     """The function that updates operands with kernels on a device; None: none does."""
     own = EXECUTIONS.get(device.type, _PLAIN)
     return _usable(own.update, own.missing, device)
+
+
+def prepare_on(device: torch.device) -> Any:
+    """The function that compiles beforehand what `update_on` gives will launch, or None."""
+    own = EXECUTIONS.get(device.type, _PLAIN)
+    return _usable(own.prepare, own.missing, device)
 
 
 def products_on(device: torch.device) -> Any:

@@ -46,18 +46,16 @@ end
 
 @dataclass(frozen=True)
 class Options:
-    """Print a script with which a shell completes commands, options and their values.
+    """Print a script that completes commands, their options, and values of those.
 
-        source <(samestep completion bash)    # in ~/.bashrc
-        source <(samestep completion zsh)     # in ~/.zshrc, after compinit
+        source <(samestep completion bash)                            # or in ~/.bashrc
+        source <(samestep completion zsh)                             # after compinit
         samestep completion fish > ~/.config/fish/completions/samestep.fish
 
-    Values that are no fixed list are completed as names of files.
+    Where nothing is known, shells complete names of files.
     """
 
-    shell: Annotated[
-        Literal["bash", "zsh", "fish"], Flag("the shell that will run the script", positional=True)
-    ]
+    shell: Annotated[Literal["bash", "zsh", "fish"], Flag("that is to complete", positional=True)]
 
 
 def run(options: Options) -> int:

@@ -24,8 +24,8 @@ from samestep.version import __version__
 
 BATCH_ELEMENTS = 1 << 27  # of all operands that are measured at once
 AHEAD = 0.97  # of the time of what is taken unmeasured: less could be noise
-ROUNDS = 5  # in which each way has a turn
-TURN = 50.0  # milliseconds
+ROUNDS = 4  # in which each way has a turn
+TURN = 25.0  # milliseconds
 
 Measure = Callable[[Shape, torch.device], Mapping[Way, float]]
 
@@ -55,7 +55,10 @@ def _measured(
 ) -> dict[Shape, Way]:
     """The choices that are known from before, and the others by measurement."""
     known = {**_kept(device), **settled}
-    new = {shape: _fastest(shape, device, measure) for shape in shapes if shape not in known}
+    unknown = [shape for shape in shapes if shape not in known]
+    if unknown and measure is milliseconds:
+        _compile(unknown, device)
+    new = {shape: _fastest(shape, device, measure) for shape in unknown}
     # What another process has found meanwhile counts: later ones will read it, and have its bits.
     found = {**new, **_kept(device)}
     if new:
@@ -68,6 +71,20 @@ def _fastest(shape: Shape, device: torch.device, measure: Measure) -> Way:
     times = measure(shape, device)
     best = min(WAYS, key=times.__getitem__)
     return best if times[best] < AHEAD * times[usual] else usual
+
+
+def _compile(shapes: Iterable[Shape], device: torch.device) -> None:
+    """The kernels of all ways beside each other."""
+    from samestep.kernels.launch import compile_ahead
+    from samestep.kernels.symmetric import symmetric_product
+
+    def products() -> None:
+        for size, depth in shapes:
+            X = torch.empty(1, size, depth, device=device, dtype=torch.float16)
+            for way in WAYS:
+                symmetric_product(X, X, way=way)
+
+    compile_ahead(products, device)
 
 
 def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:

@@ -2,7 +2,8 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, float32
 
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table, codes_per_scale, has_two_levels
+from samestep.kernels.launch import compile_ahead
 from samestep.kernels.muon import MatrixStrides, MuonBlocks, muon_, strides_of
 from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
@@ -104,11 +106,35 @@ class KernelPlan:
             yield [next(found) for _ in batch]
 
 
+OfGroup = tuple[GroupMath, int, Sequence[Operand]]  # index, and operands on one device
+Plans = dict[object, KernelPlan]  # by group, device, and number and first of operands
+
+
+def compile_kernels(
+    groups: Sequence[tuple[GroupMath, int, Sequence[Operand]]],
+    plans: Plans,
+    most: int | None = None,
+) -> None:
+    """Make the plans of some groups, by math, index and operands on one device; compile for all.
+
+    A step that begins without plans calls it first, so that no group waits for those before it.
+    """
+    runs: list[Callable[[], object]] = []
+    device = groups[0][2][0].param.device
+    for math, index, operands in groups:
+        if can_run(math, device):
+            plan, is_new = _plan_for(math, index, operands, plans, most)
+            if is_new:
+                runs.append(partial(_run_all, plan, math, operands))
+    if runs and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        compile_ahead(lambda: [run() for run in runs], device)
+
+
 def update_with_kernels(
     math: GroupMath,
     index: int,
     operands: Sequence[Operand],
-    plans: dict[object, KernelPlan],
+    plans: Plans,
     most: int | None = None,
 ) -> list[Operand]:
     """Run the rule of a group on the operands that kernels can do; give the others back.
@@ -118,14 +144,36 @@ def update_with_kernels(
     device = operands[0].param.device
     if not can_run(math, device):
         return list(operands)
-    key = index, device, len(operands), id(operands[0].state)  # a group may come in several buckets
-    plan = plans.get(key)
-    if plan is None or not plan.is_for(operands):
-        plan = plans[key] = KernelPlan(math, operands, most)
-        if math.bounds is not None:
-            math.bounds.watch(index, plan.outliers())
+    plan, _ = _plan_for(math, index, operands, plans, most)
     if not plan.batches:
         return list(operands)
+    done = _run_all(plan, math, operands, beside=True)
+    for batch, squares in zip(plan.batches, done, strict=True):
+        if math.sizes is not None:
+            for job, of_job in zip(batch, squares, strict=True):
+                math.sizes.add(index, [operands[place] for place in job.places], of_job.double())
+    return [operands[place] for place in plan.others]
+
+
+def _plan_for(
+    math: GroupMath, index: int, operands: Sequence[Operand], plans: Plans, most: int | None
+) -> tuple[KernelPlan, bool]:
+    """The plan of a group's operands, and whether it had to be made."""
+    # A group may come in several buckets.
+    key = index, operands[0].param.device, len(operands), id(operands[0].state)
+    plan = plans.get(key)
+    if plan is not None and plan.is_for(operands):
+        return plan, False
+    plan = plans[key] = KernelPlan(math, operands, most)
+    if math.bounds is not None:
+        math.bounds.watch(index, plan.outliers())
+    return plan, True
+
+
+def _run_all(
+    plan: KernelPlan, math: GroupMath, operands: Sequence[Operand], *, beside: bool = False
+) -> list[list[Tensor]]:
+    """Run all batches, beside each other or not; gives the squares of each that `muon_` gives."""
     only_if = None if math.only_if is None else math.only_if.double()
     step = Step(math.scalars, math.options, math.factor, math.maximize, only_if)
     grads = list(plan.gradients(operands))
@@ -139,11 +187,8 @@ def update_with_kernels(
         parts = list(zip(blocks, grads[number], strict=True))
         return muon_(parts, step, measure=math.sizes is not None)
 
-    for batch, squares in zip(plan.batches, side_by_side(plan.lanes, run, device), strict=True):
-        if math.sizes is not None:
-            for job, of_job in zip(batch, squares, strict=True):
-                math.sizes.add(index, [operands[place] for place in job.places], of_job.double())
-    return [operands[place] for place in plan.others]
+    lanes = plan.lanes if beside else [list(range(len(plan.batches)))]
+    return side_by_side(lanes, run, operands[0].param.device)
 
 
 def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:

@@ -1,7 +1,12 @@
 """The contestants of `samestep bench step`: ours in several forms, peers at their best."""
 
+import ast
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import samestep
-from samestep.lab.bench.gpu.measure import Reference, our_reference, power_law
+from samestep.lab.bench.gpu.measure import SPECTRA, Reference, our_reference
 from samestep.lab.bench.gpu.options import Contestant, peer
 from samestep.models.parameter_sets import Shape, Shapes
 
@@ -23,7 +28,7 @@ class Parameters(NamedTuple):
 
     matrices: list[Parameter]
     others: list[Parameter]
-    probes: list[Parameter]  # two square matrices: Gaussian gradient, and 1, 1/2, 1/3, ...
+    probes: list[Parameter]  # of each shape and spectrum one; the first two square, as SPECTRA
 
     @property
     def all(self) -> list[Parameter]:
@@ -34,10 +39,17 @@ def make_parameters(shapes: Shapes, device: torch.device) -> Parameters:
     """Random parameters and gradients in fp32, the same for every contestant."""
     torch.manual_seed(0)
     matrices, others = (with_gradients(some, device) for some in shapes)
-    probes = [p for p in matrices if p.ndim == 2 and p.shape[0] == p.shape[1]][:2]
-    falling = probes[1].grad
-    assert falling is not None
-    falling.copy_(power_law(len(falling), len(falling), device).mul_(GRADIENT))
+    by_shape: dict[Shape, list[Parameter]] = defaultdict(list)
+    for parameter in matrices:
+        if parameter.ndim == 2:
+            by_shape[tuple(parameter.shape)].append(parameter)
+    probes = []
+    for (rows, cols), alike in sorted(by_shape.items(), key=lambda pair: pair[0][0] != pair[0][1]):
+        for probe, (name, spectrum) in zip(alike, SPECTRA.items(), strict=False):
+            if name != "gaussian":  # which they all are
+                assert probe.grad is not None
+                probe.grad.copy_(spectrum(rows, cols, device).mul_(GRADIENT))
+            probes.append(probe)
     return Parameters(matrices, others, probes)
 
 
@@ -79,11 +91,32 @@ MOMENTUM = 0.95
 BETAS = (0.9, 0.95)
 
 
+class Copies(NamedTuple):
+    """Parameters that a contestant steps instead of the common ones, and which those are.
+
+    Each is as large as all of its originals, one after the other.
+    """
+
+    own: list[Parameter]
+    originals: list[list[Parameter]]
+
+    def load(self) -> None:
+        for own, originals in zip(self.own, self.originals, strict=True):
+            for part, original in zip(own.data.chunk(len(originals)), originals, strict=True):
+                part.copy_(original.data.view(part.shape))
+
+    def store(self) -> None:
+        for own, originals in zip(self.own, self.originals, strict=True):
+            for part, original in zip(own.data.chunk(len(originals)), originals, strict=True):
+                original.data.copy_(part.view(original.shape))
+
+
 class Entry(NamedTuple):
     """A contestant: its optimizers, stepped one after the other, and its polynomial."""
 
     optimizers: list[Any]
     reference: Reference | None = None
+    copies: Copies | None = None
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -154,8 +187,11 @@ def _nanochat(parameters: Parameters) -> Entry:
     return Entry([optim.MuonAdamW(groups)])
 
 
-def _dion(parameters: Parameters, **options: Any) -> Entry:
+def _dion(parameters: Parameters, *, graph: bool = False, **options: Any) -> Entry:
+    """`graph`: replayed by its own `CudaGraphOptimizer`, which records the third step."""
     optimizer = dion_muon(parameters.matrices, parameters.others, **options)
+    if graph:
+        optimizer = peer("dion.cuda_graph").CudaGraphOptimizer(optimizer, warmup_steps=2)
     return Entry([optimizer], _dion_reference(options))
 
 
@@ -180,6 +216,110 @@ def _dion_reference(options: dict[str, Any]) -> Reference | None:
         return Reference(peer("gram_newton_schulz").YOU_COEFFICIENTS)
     except (ImportError, AttributeError):
         return None
+
+
+# The optimizer of modded-nanogpt: bfloat16 parameters and gradients, blocks of a shape in one bank
+
+SPEEDRUN = "train_gpt.py"
+NEEDED = ("polar_express_coeffs", "polar_express", "ParamConfig", "NorMuonAndAdam")
+KERNELS = ("XXT", "XTX", "ba_plus_cAA", "transpose_add", "transpose_copy")
+
+
+def _speedrun_optimizer() -> Any:
+    """Its class, out of a script that would train when imported; ImportError if there is none."""
+    scripts = (Path(folder) / SPEEDRUN for folder in sys.path)
+    script = next((each for each in scripts if each.is_file()), None)
+    if script is None:
+        raise ImportError(f"no {SPEEDRUN} of modded-nanogpt here; --peer-path names a checkout")
+    kernels = peer("triton_kernels")
+    known: dict[str, Any] = {"torch": torch, "dist": torch.distributed, "nn": torch.nn}
+    known |= {"Tensor": Tensor, "dataclass": dataclass, "__name__": "speedrun"}
+    known |= {name: getattr(kernels, name) for name in KERNELS}
+    tree = ast.parse(script.read_text())
+    tree.body = [node for node in tree.body if _names(node) & {*NEEDED}]
+    exec(compile(tree, str(script), "exec"), known)
+    return known["NorMuonAndAdam"]
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """The names that a statement of a script defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return set()
+
+
+class _Speedrun:
+    """Its optimizer as this benchmark steps others."""
+
+    def __init__(self, banks: Sequence[Parameter], others: Sequence[Parameter]) -> None:
+        table: dict[str, dict[str, Any]] = {}
+        self._grads = [(parameter, parameter.grad) for parameter in (*banks, *others)]
+        for number, (parameter, _) in enumerate(self._grads):
+            label: Any = f"parameter {number}"
+            normuon = number < len(banks)
+            parameter.label = label  # type: ignore[attr-defined]
+            parameter.reshape = tuple(parameter.shape)  # type: ignore[assignment, method-assign]
+            table[label] = {
+                "optim": "normuon" if normuon else "adam",
+                "comms": "replicated",
+                "adam_betas": None if normuon else BETAS,
+            }
+        self._optimizer = _speedrun_optimizer()(
+            [(parameter.label, parameter) for parameter, _ in self._grads],  # type: ignore[attr-defined]
+            param_table=table,
+            scatter_order=list(table),
+            work_order=list(table),
+            adam_defaults={"lr": LR, "eps": 1e-10, "weight_decay": DECAY},
+            normuon_defaults={"lr": LR, "momentum": MOMENTUM, "beta2": 0.9, "weight_decay": DECAY},
+        )
+        self.state = self._optimizer.param_states
+
+    def step(self) -> None:
+        for parameter, grad in self._grads:  # which it drops
+            parameter.grad = grad
+        self._optimizer.step()
+
+
+def _in_bfloat16(originals: Sequence[list[Parameter]]) -> Copies:
+    """Copies with gradients in bfloat16, those of several as one bank."""
+    found = []
+    for alike in originals:
+        values = [torch.stack([part.detach() for part in alike]).bfloat16()]
+        values.append(torch.stack([_grad(part) for part in alike]).bfloat16())
+        own, grad = values if len(alike) > 1 else [value[0] for value in values]
+        found.append(Parameter(own))
+        found[-1].grad = grad
+    return Copies(found, list(originals))
+
+
+def _grad(parameter: Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _speedrun(parameters: Parameters) -> Entry:
+    banks: dict[Shape, list[Parameter]] = defaultdict(list)
+    for matrix in as_matrices(parameters.matrices):
+        banks[tuple(matrix.shape)].append(matrix)
+    copies = _in_bfloat16([*banks.values(), *([other] for other in parameters.others)])
+    return Entry([_Speedrun(copies.own[: len(banks)], copies.own[len(banks) :])], None, copies)
+
+
+def _our_speedrun(parameters: Parameters) -> Entry:
+    """Ours on the same dtypes by the same rules: main weights as remainders of parameters."""
+    copies = _in_bfloat16([[parameter] for parameter in parameters.all])
+    count = len(parameters.matrices)
+    groups = [
+        {"params": copies.own[:count], "rule": "muon", "variance_beta2": 0.9, "cautious": True},
+        {"params": copies.own[count:], "rule": "adamw", "cautious": True},
+    ]
+    remainders = {"master_weight": "remainder"}
+    optimizer = samestep.MuonAdamW(
+        groups, lr=LR, master_weights=True, state_dtypes=remainders, max_grad_norm=1.0
+    )
+    return Entry([optimizer], None, copies)
 
 
 CONTESTANTS = (
@@ -211,12 +351,28 @@ CONTESTANTS = (
         partial(_dion, use_triton=True), default=False,
     ),
     Contestant(
-        "dion-gram", "dion's Muon, Gram Newton-Schulz with its kernels",
+        "dion-graph", "dion's Muon, Newton-Schulz in Triton, replayed by its CudaGraphOptimizer",
+        partial(_dion, use_triton=True, use_polar_express=False, graph=True),
+    ),
+    Contestant(
+        "dion-gns", "dion's Muon, Gram Newton-Schulz with its kernels",
         partial(_dion, use_triton=True, use_gram_newton_schulz=True),
     ),
     Contestant(
-        "dion-gram-torch", "dion's Muon, Gram Newton-Schulz in plain torch",
-        partial(_dion, use_gram_newton_schulz=True),
+        "dion-gns-graph", "the same, replayed by dion's CudaGraphOptimizer",
+        partial(_dion, use_triton=True, use_gram_newton_schulz=True, graph=True),
+    ),
+    Contestant(
+        "dion-gns-torch", "dion's Muon, Gram Newton-Schulz in plain torch",
+        partial(_dion, use_gram_newton_schulz=True), default=False,
+    ),
+    Contestant(
+        "speedrun", "modded-nanogpt's NorMuonAndAdam, bfloat16 with mantissas, one bank per shape",
+        _speedrun, "bfloat16",
+    ),
+    Contestant(
+        "ours-remainder", "ours on the same dtypes by the same rules", _our_speedrun,
+        "bfloat16", ours=True, clips=True,
     ),
     Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw, "adamw", ours=True),
     Contestant(

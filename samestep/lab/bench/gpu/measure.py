@@ -223,6 +223,49 @@ def power_law(rows: int, cols: int, device: torch.device) -> Tensor:
     return matrix
 
 
+def _gaussian(rows: int, cols: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, cols, device=device)
+
+
+def _low_rank(rows: int, cols: int, device: torch.device) -> Tensor:
+    """An eighth of the rank has all but 1% of the size."""
+    rank = max(1, min(rows, cols) // 8)
+    left, right = torch.randn(rows, rank, device=device), torch.randn(rank, cols, device=device)
+    noise = 0.01 * torch.randn(rows, cols, device=device)
+    matrix: Tensor = noise + left @ right / rank**0.5
+    return matrix
+
+
+def _uneven(rows: int, cols: int, device: torch.device) -> Tensor:
+    """Rows of sizes from 1 to 1/100."""
+    sizes = torch.logspace(0, -2, rows, device=device)[:, None]
+    return torch.randn(rows, cols, device=device) * sizes
+
+
+SPECTRA: Mapping[str, Callable[[int, int, torch.device], Tensor]] = {
+    "gaussian": _gaussian, "power law": power_law, "low rank": _low_rank, "uneven rows": _uneven,
+}  # fmt: skip
+
+
+def polar_factor(X: Tensor) -> Tensor:
+    """U V^T of X = U S V^T, in float64."""
+    X = X.double()
+    tall = X.shape[0] > X.shape[1]
+    X = X.mT if tall else X
+    squares, vectors = torch.linalg.eigh(X @ X.mT)
+    roots = squares.clamp_min(float(squares.max()) * 1e-24).rsqrt()
+    found = (vectors * roots) @ (vectors.mT @ X)
+    turned: Tensor = found.mT if tall else found
+    return turned
+
+
+def distance_to(exact: Tensor, result: Tensor) -> float:
+    """The relative distance of the best multiple of a result."""
+    D = result.double()
+    fit = (D * exact).sum() / exact.square().sum()
+    return float((D / fit - exact).norm() / exact.norm())
+
+
 def polynomial(X: Tensor, reference: Reference) -> Tensor:
     """The polynomial of a matrix scaled to unit norm, in float64."""
     X = X.double()
@@ -266,6 +309,7 @@ class Shown:
     failed: str | None = None
     times: Times | None = None
     accuracy: list[Accuracy] = field(default_factory=list)  # Gaussian, power law
+    polar: list[float] = field(default_factory=list)  # distances to exact polar factors
     turns: list[float] = field(default_factory=list)  # milliseconds
     host: Times | None = None
     host_turns: list[float] = field(default_factory=list)
@@ -285,6 +329,7 @@ class Shown:
             "ms": None if self.times is None else self.times._asdict(),
             "turns_ms": self.turns,
             **dict(zip(("gaussian", "power_law"), accuracy, strict=True)),
+            "polar_distances": self.polar,
         }
 
 

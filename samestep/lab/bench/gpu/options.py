@@ -2,11 +2,11 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ class Contestant(NamedTuple):
     name: str
     what: str
     build: Callable[..., Any]
-    field: Literal["muon", "adamw"] = "muon"  # measured in turns with those of its field
+    field: Literal["muon", "bfloat16", "adamw"] = "muon"  # measured in turns with those of its field
     ours: bool = False
     kernels: bool = True
     clips: bool = False
@@ -32,10 +32,10 @@ def who(contestants: Sequence[Contestant]) -> str:
     left_out = [contestant.name for contestant in contestants if not contestant.default]
     names = ", ".join(contestant.name for contestant in contestants)
     unless = f"all but {' and '.join(left_out)}" if left_out else "all"
-    return f"the optimizers or functions to compare: {names} (default: {unless})"
+    return f"who takes part: {names} ({unless})"
 
 
-FOLDER = "folder for the receipt, the picture and the page; made if missing"  # the help of `--out`
+FOLDER = "folder for results; made if missing"  # the help of `--out`
 
 
 @dataclass
@@ -44,18 +44,14 @@ class SharedOptions:
 
     command = ""  # as it was given; no flag, since it has no type
 
-    SECTIONS: ClassVar[Mapping[str, str]] = {"variants": "what is measured, and where"}
-
     variants: Annotated[tuple[str, ...], who(())] = ()
-    warmup: Annotated[int, "first rounds, which are not counted"] = 3
+    warmup: Annotated[int, "turns that are not counted"] = 3
     peer_path: Annotated[
         tuple[Path, ...],
-        "checkouts of nanochat, dion or gram-newton-schulz; without them these are left out",
+        "a checkout of nanochat, dion, gram-newton-schulz or modded-nanogpt; may be given several times",
     ] = ()
     out: Annotated[Path, FOLDER] = Path("out")
-    device: Annotated[
-        Literal["cuda", "cpu"], "cpu only tries the command; its times mean nothing"
-    ] = "cuda"
+    device: Annotated[Literal["cuda", "cpu"], "cpu: only to try it"] = "cuda"
 
 
 OptionsT = TypeVar("OptionsT", bound=SharedOptions)
@@ -101,7 +97,7 @@ def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> tuple[str
 
 # Other people's packages, from checkouts that the user names; none of their code is here
 
-PACKAGES = ("nanochat", "dion", "gram_newton_schulz")
+PACKAGES = ("nanochat", "dion", "gram_newton_schulz", "triton_kernels")
 GRAPHS = 256  # one set of parameters has many shapes, and each may be a graph of its own
 
 

@@ -114,7 +114,7 @@ test-gpu: venv
 	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -n 4 --dist worksteal
 
 # What needs NCCL with several ranks: a GPU for each of four, or NCCL 2.30 on one GPU that they share
-# (docs/gpu.md). Says why where it cannot run.
+# (docs/dev/kernels.md). Says why where it cannot run.
 test-nccl: venv
 	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -rs -n 0 tests/nccl
 
@@ -184,13 +184,13 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 		-e ".[dev,integrations]"
 	touch $@
 
-# Classes of other libraries beside ours, from checkouts in PEERS (dion, Megatron-LM, ...); then the
-# table of docs/peers.md.
+# Classes of other libraries beside ours, from checkouts in PEERS (dion, Megatron-LM, ...); then
+# their receipt, of which docs/coming_from.md has a table.
 PEERS ?=
 test-peers: venv
 	@test -n "$(PEERS)" || { echo "make test-peers needs PEERS=/path/to/checkouts"; exit 2; }
 	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m pytest -q tests/peers
-	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m tests.peers > docs/peers.md
+	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m tests.peers > receipts/peers.json
 
 test-integrations: $(INTEGRATIONS)/.installed
 	[ -z "$(TORCHTITAN_PATH)" ] || $(INTEGRATIONS)/bin/python -c "import grain, spmd_types" 2>/dev/null || \
@@ -206,12 +206,12 @@ pages: venv
 	mv tests/.inventory.json tests/inventory.json
 	$(PY) -m tests.options_page
 
-# Tries what the documentation promises in every layout; if all is kept, out/ has the receipt and
-# the page that belong into receipts/ and docs/.
+# Tries what the documentation promises in every layout; if all is kept, out/ has the receipt that
+# belongs into receipts/.
 promises: venv
 	$(PY) -m tests.promises
 
-# sdist and wheel of the commit, into dist/: docs/releasing.md.
+# sdist and wheel of the commit, into dist/: docs/dev/releasing.md.
 dist: venv
 	$(PY) -m tests.dist --out dist
 

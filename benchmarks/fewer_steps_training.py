@@ -4,7 +4,7 @@
 
 All ways of a seed begin with the same weights and see the same batches, at one learning rate: the
 best for the usual five of 0.006, 0.012, 0.024 and 0.048 with seeds 0 and 1. The loss is that of
-validation at the end, in nats per byte. Prints the table of docs/fewer_steps.md.
+validation at the end, in nats per byte. docs/benchmarks.md has the table.
 """
 
 import copy
@@ -13,17 +13,33 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import heading, run_script, write_json
-from benchmarks.fewer_steps import METHODS, Way
 from benchmarks.rivals import CONTEXT, batches, made
 from examples.demo import Run
 from examples.gpt import GPT, GPTConfig
 from samestep.lab.bench.gpu.measure import in_turn
+from samestep.rules.orthogonalize import Start, orthogonalize_flops, step_coefficients
 from samestep.train.corpus import Corpus, load_corpus, validation_starts, windows
+
+METHODS = {5: "polar-express", 4: "polar-express-4", 3: "polar-express-3"}
+
+
+class Way(NamedTuple):
+    """A number of steps, and the start before them."""
+
+    steps: int
+    start: Start
+
+    def flops(self, m: int, n: int, dtype: torch.dtype) -> int:
+        """Of its products; a start has one more where the first step needs another Gram matrix."""
+        of_start = 2 * m * m * n if self.start != "norm" and dtype.itemsize == 2 else 0
+        table = step_coefficients(METHODS[self.steps])
+        return of_start + orthogonalize_flops(m, n, table, dtype=dtype)
+
 
 USUAL = Way(5, "norm")
 WAYS = (USUAL, Way(4, "norm"), Way(4, "gram"), Way(3, "gram"), Way(3, "norm"))

@@ -1,7 +1,8 @@
 """Optimizers of others in the harness: `python -m benchmarks.foreign --peers FOLDER`.
 
-FOLDER has checkouts of microsoft/dion and karpathy/nanochat, by these names. Writes a receipt, and
-the table of docs/foreign.md. Each factory below is also what `samestep stress --optimizer` takes:
+FOLDER has checkouts of microsoft/dion and karpathy/nanochat, by these names. Writes the receipt
+that a table of docs/prove.md is made of. Each factory below is also what
+`samestep stress --optimizer` takes:
 
     SAMESTEP_PEERS=FOLDER samestep stress --optimizer benchmarks/foreign.py:nanochat --grads local
 
@@ -14,7 +15,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch.optim import AdamW, Muon, Optimizer
 import samestep
 from benchmarks import run_script
 from samestep.lab.common.provenance import machine
-from samestep.lab.stress.foreign import FOREIGN, WORLDS, ForeignCase, ForeignResult, Grads, run_case
+from samestep.lab.stress.foreign import FOREIGN, WORLDS, ForeignCase, Grads, run_case
 from samestep.tooling.request import BadRequestError
 
 RATE, DECAY = 2**-7, 0.1
@@ -212,58 +212,29 @@ def ours_fsdp2(model: nn.Module) -> Optimizer:
 
 
 class Row(NamedTuple):
-    """An optimizer as people set it up: its factory, and how gradients reach it.
-
-    note: why something does not hold, where that is known.
-    """
+    """An optimizer as people set it up: its factory, and how gradients reach it."""
 
     label: str
     factory: str
     grads: Grads
     checkout: str = ""
-    note: str = ""
 
 
 ROWS = (
     Row("torch AdamW, DDP", "torch_adamw", "ddp"),
     Row("torch Muon and AdamW, DDP", "torch_muon", "ddp"),
-    Row("torch Muon and AdamW, FSDP2", "torch_muon_fsdp2", "reduced", note="3 rows on 4 ranks"),
+    Row("torch Muon and AdamW, FSDP2", "torch_muon_fsdp2", "reduced"),
     Row("ZeroRedundancyOptimizer of AdamW, DDP", "zero_adamw", "ddp"),
     Row("ZeroRedundancyOptimizer of torch Muon, DDP", "zero_muon", "ddp"),
     Row("dion Muon, DDP", "dion_muon", "ddp", "dion"),
     Row("dion NorMuon, DDP", "dion_normuon", "ddp", "dion"),
     Row("dion Dion2, DDP", "dion_dion2", "ddp", "dion"),
-    Row(
-        "dion Dion, which averages",
-        "dion_dion",
-        "local",
-        "dion",
-        "its bases are drawn at random: single processes of two seeds are as far apart; a rank "
-        "that lacks a gradient leaves out its reduction, and the others wait",
-    ),
+    Row("dion Dion, which averages", "dion_dion", "local", "dion"),
     Row("dion Muon, FSDP2", "dion_muon_fsdp2", "reduced", "dion"),
-    Row(
-        "dion NorMuon, FSDP2",
-        "dion_normuon_fsdp2",
-        "reduced",
-        "dion",
-        "each rank scales its shard by the shard's own norm",
-    ),
-    Row(
-        "dion Dion2, FSDP2",
-        "dion_dion2_fsdp2",
-        "reduced",
-        "dion",
-        "by default each rank selects rows of its own shard, as its documentation says",
-    ),
+    Row("dion NorMuon, FSDP2", "dion_normuon_fsdp2", "reduced", "dion"),
+    Row("dion Dion2, FSDP2", "dion_dion2_fsdp2", "reduced", "dion"),
     Row("dion Dion2, FSDP2, selection_scope=global", "dion_dion2_fsdp2_global", "reduced", "dion"),
-    Row(
-        "nanochat MuonAdamW",
-        "nanochat",
-        "local",
-        "nanochat",
-        "its model pads what does not divide, and has no parameter without a gradient",
-    ),
+    Row("nanochat MuonAdamW", "nanochat", "local", "nanochat"),
     Row("samestep MuonAdamW", "ours", "local"),
     Row("samestep MuonAdamW, FSDP2", "ours_fsdp2", "reduced"),
 )
@@ -271,12 +242,11 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Options:
-    """Run optimizers of others through the harness; write the receipt and the table."""
+    """Run optimizers of others through the harness; write the receipt."""
 
     peers: Annotated[Path, "folder with checkouts dion and nanochat"] = Path("peers")
     only: Annotated[str, "a part of the labels of rows to run; the receipt keeps the others"] = ""
     receipt: Annotated[Path, "the receipt to write"] = Path("receipts/foreign.json")
-    table: Annotated[Path, "the page to write"] = Path("docs/foreign.md")
 
 
 def main(options: Options) -> None:
@@ -299,8 +269,6 @@ def main(options: Options) -> None:
         "rows": {row.label: known[row.label] for row in ROWS if row.label in known},
     }
     options.receipt.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    above, _, _ = options.table.read_text().partition(MARK)
-    options.table.write_text(above + page(content))
 
 
 def _run(row: Row) -> list[dict[str, Any]]:
@@ -319,57 +287,6 @@ def _commit(checkout: Path) -> str:
         return (checkout / "COMMIT").read_text().strip()
     command = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-FOUND = """\
-Made by `python -m benchmarks.foreign --peers FOLDER`, which also writes `receipts/foreign.json` and
-has every factory. Peers run as they are, without torch.compile; nanochat's collectives are wrapped,
-since those of gloo have no futures. Dion over FSDP2 is not here: on CPU DTensor draws no random
-numbers. Nothing was run over NCCL.
-"""
-MARK = "## What was found\n"  # what stands above it on the page is written by hand
-
-
-def page(content: dict[str, Any]) -> str:
-    names = list(FOREIGN)
-    columns = " | ".join(name.replace("_", " ") for name in names)
-    text = f"{MARK}\n{FOUND}\n| optimizer | {columns} |\n"
-    text += "|---" * (len(names) + 1) + "|\n"
-    for label, row in content["rows"].items():
-        by_name = {n: [ForeignResult(**c) for c in row["cases"] if c["scenario"] == n]
-                   for n in names}  # fmt: skip
-        text += f"| {label} | {' | '.join(_cell(by_name[name]) for name in names)} |\n"
-    text += "\nA dash: it does not apply, since gradients come averaged. What did not hold:\n\n"
-    text += "".join(_findings(content["rows"]))
-    checkouts = ", ".join(f"{name} {commit}" for name, commit in content["checkouts"].items())
-    return text + f"\nCheckouts: {checkouts}, torch {content['ran']['versions']['torch']}.\n"
-
-
-def _cell(results: Sequence[ForeignResult]) -> str:
-    bad = [each for each in results if each.status not in ("held", "does_not_apply")]
-    if not bad:
-        return "-" if results[0].status == "does_not_apply" else "held"
-    kinds = sorted({each.status for each in bad})
-    ranks = "" if len(bad) == len(results) else f" on {', '.join(str(e.world) for e in bad)}"
-    return f"**{', '.join(kinds)}**{ranks}"
-
-
-def _findings(rows: dict[str, Any]) -> Iterator[str]:
-    """What did not hold of each optimizer: the range of its distances, or its first message."""
-    notes = {row.label: row.note for row in ROWS}
-    for label, row in rows.items():
-        results = [ForeignResult(**case) for case in row["cases"]]
-        for status in ("differs", "raised", "hang", "died"):
-            bad = [each for each in results if each.status == status]
-            if not bad:
-                continue
-            names = ", ".join(dict.fromkeys(each.scenario.replace("_", " ") for each in bad))
-            far = [each.alone for each in bad if each.alone is not None]
-            said = f"`{bad[0].message}`"
-            if status == "differs" and all(each.replicas for each in bad):
-                said = f"replicas equal, {min(far):.2g} to {max(far):.2g} from the single process"
-            note = f" ({notes[label]})" if notes[label] else ""
-            yield f"- {label}, {status} in {names}: {said}{note}\n"
 
 
 if __name__ == "__main__":

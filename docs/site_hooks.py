@@ -1,9 +1,10 @@
-"""What the site has beside docs/: README, changelog and receipts, at the addresses that links need.
+"""What the site has beside docs/: README, changelog, receipts and the help of all commands.
 
 In the repository pages link to files above docs/ (`../receipts/soak_2/receipt.json`), and README.md
-links into it (`docs/gpu.md`). The site has one folder, so both kinds of links are rewritten.
+links into it (`docs/start.md`). The site has one folder, so both kinds of links are rewritten.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Links of docs/ to what lies above it, also from pages in folders of docs/."""
+    """Links of docs/ to what lies above it, and the help of commands."""
+    if page.file.src_uri == "cli.md":
+        helps = json.loads((ROOT / "samestep" / "pages.json").read_text(encoding="utf-8"))
+        markdown += "".join(
+            f"\n## samestep {name}\n\n```text\n{each['help']}```\n" for name, each in helps.items()
+        )
     up = "../" * page.file.src_uri.count("/")
     return re.sub(
         rf"\]\({up}\.\./([^)]*)\)", lambda found: f"]({up}{_address(found[1])})", markdown

@@ -32,65 +32,65 @@ class Command(NamedTuple):
 
 
 GROUPS = {
-    "": "samestep: optimizers that keep every rank in step.",
-    "bench": "Measurements on this machine.",
-    "bench client": "Somebody else's model, trained with its own optimizer and with ours.",
+    "": "samestep: distributed AdamW and Muon for PyTorch, with a harness to test them.",
+    "bench": "Measure optimizers on this machine.",
+    "bench client": "Train another package's model with its own optimizer and with samestep's.",
 }
 COMMANDS = {
     "stress": Command(
-        "does every rank take the same step, in every layout? And would drift be found?",
+        "prove that all ranks take the same step in every layout, and that drift would be found",
         "samestep.lab.stress.command",
     ),
     "train": Command(
-        "a small GPT in any layout, with checkpoints that any other can go on from",
+        "train a small GPT in any layout, with checkpoints that any other layout can resume",
         "samestep.train.trainer",
     ),
     "doctor": Command(
-        "what is on this machine, what would run, and what is broken",
+        "check this machine, and say what is broken and how to repair it",
         "samestep.doctor.command",
     ),
     "mesh": Command(
-        "which rank is where on which axis, whom it meets, and whether a model fits",
+        "show the place of each rank on the mesh axes, and whether a model's sizes divide",
         "samestep.mesh.command",
     ),
     "plan": Command(
-        "how much memory, traffic and time will a model need on a cluster?",
+        "tell whether a model fits on a cluster, and simulate time and traffic of a step",
         "samestep.lab.estimate.command",
     ),
     "recipes": Command(
-        "which weights of known architectures are fused, stacked or gates",
+        "show which weights of known architectures are fused, stacked or gates",
         "samestep.recipes.command",
     ),
     "bench crossover": Command(
-        "from which size on is sharding a parameter faster than an all-reduce?",
+        "measure from which size on sharding a parameter beats an all-reduce of its gradient",
         "samestep.lab.bench.crossover",
     ),
     "bench step": Command(
-        "how long does an optimizer step take on this GPU, against peers and the floor?",
+        "time an optimizer step on this GPU, against other packages and the least possible",
         "samestep.lab.bench.step",
     ),
     "bench orthogonalize": Command(
-        "the same for the orthogonalization alone, shape by shape",
+        "time the orthogonalization alone on this GPU, by shape of the matrices",
         "samestep.lab.bench.orthogonalize",
     ),
     "bench client nanochat": Command(
-        "does nanochat's model train as well with ours as with its own, and faster?",
+        "train nanochat's model with its own optimizer and with samestep's",
         "samestep.lab.bench.client.nanochat",
     ),
     "bench client llama": Command(
-        "the same for a Llama in bfloat16 with main weights, against torch's AdamW and dion",
+        "train a Llama with samestep's optimizers, torch's AdamW and dion's Muon",
         "samestep.lab.bench.client.llama",
     ),
     "inspect": Command(
-        "what is in a checkpoint, and is every bit of it right?",
+        "show the contents of a checkpoint, and compare its checksums",
         "samestep.checkpoint.inspect_command",
     ),
     "convert": Command(
-        "checkpoints of torch, Megatron, DeepSpeed, dion, ... into ours, and ours into torch's",
+        "convert checkpoints of torch, Megatron, DeepSpeed, dion, ..., and into torch's format",
         "samestep.checkpoint.convert_command",
     ),
     "completion": Command(
-        "what makes a shell complete commands, options and their values",
+        "print a script with which a shell completes commands and options",
         "samestep.tooling.completion",
     ),
 }
@@ -199,7 +199,7 @@ def _describe(name: str, words: list[str]) -> int:
         return _say(0, f"samestep {__version__}\n", sys.stdout)
     if name not in GROUPS:
         known = ", ".join(COMMANDS)
-        return _fail(2, f"there is no command {name!r}; there is: {known}")
+        return _fail(2, f"there is no command {name!r}; choose one of: {known}")
     lines = [GROUPS[name], "", f"usage: samestep {name}{' ' * bool(name)}COMMAND ...", ""]
     inside = {key: command for key, command in COMMANDS.items() if key.startswith(name)}
     width = max(map(len, inside))
@@ -207,7 +207,11 @@ def _describe(name: str, words: list[str]) -> int:
     for key, command in inside.items():
         line = f"  samestep {key:{width}}  {command.help}"
         lines += textwrap.wrap(line, 80, subsequent_indent=below)
-    lines += ["", "Every command explains its options with --help.", ""]
+    lines += [
+        "",
+        f"`samestep {name}{' ' * bool(name)}COMMAND --help` lists the options of a command.",
+        "",
+    ]
     if words in (["--help"], ["-h"]):
         return _say(0, "\n".join(lines), sys.stdout)
     if words:

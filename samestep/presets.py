@@ -5,7 +5,7 @@
 
 Each function gives the keys of its Muon, or with `rule="adamw"` those that its authors
 use for the other parameters. Anything may be overridden after it. Orthogonalization runs in
-`compute_dtype=None` but for `torch`; docs/peers.md tells how far each is from its original.
+`compute_dtype=None` but for `torch`; docs/coming_from.md tells how far each is from its original.
 """
 
 from collections.abc import Callable

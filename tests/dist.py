@@ -82,7 +82,7 @@ def main() -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if f"v{__version__}" not in tags:
-        _say(0, f"not a release: the commit has no tag v{__version__} (docs/releasing.md)")
+        _say(0, f"not a release: the commit has no tag v{__version__} (docs/dev/releasing.md)")
     return 0
 
 

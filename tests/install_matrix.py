@@ -7,7 +7,7 @@ with torch, the wheel, and a copy of the tests outside of the checkout: `sameste
 nothing broken, then the core's tests run. It is deleted before the next; the libraries of a torch
 are downloaded once for all versions of Python. With torch's CUDA wheels from PyPI about 8 GB are on
 the disk at a time, and less than 2 GB with its CPU wheels, which are taken if their index can be
-reached. Prints the table of docs/releasing.md, and exits with 1 if a cell has failed.
+reached. Prints the table of docs/dev/releasing.md, and exits with 1 if a cell has failed.
 """
 
 import argparse
@@ -22,10 +22,14 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+from samestep.version import PYTHON, TORCH
 from tests.dist import ROOT, build
 
-PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCHES = ("2.9", "2.10", "2.11", "2.12", "2.13")
+# All minor versions from the oldest to the newest that are supported.
+PYTHONS, TORCHES = (
+    tuple(f"{oldest[0]}.{minor}" for minor in range(oldest[1], newest[1] + 1))
+    for oldest, newest in (PYTHON, TORCH)
+)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "numpy")
 CORE = ("test_step", "test_state_dict", "test_replicated", "test_flat", "test_sharded")

@@ -8,12 +8,9 @@ diff, and nothing is lost by moving code.
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from importlib import import_module
-from io import StringIO
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -24,6 +21,7 @@ from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.lab.stress.scenarios import SCENARIOS
 from samestep.recipes import RECIPES
 from samestep.rules import RULES
+from samestep.tooling.pages import stored_pages
 
 ROOT = Path(__file__).parent.parent
 LISTED = ROOT / "tests" / "inventory.json"
@@ -79,11 +77,8 @@ def _keywords(optimizer: type) -> set[str]:
 
 
 def _flags(command: str) -> list[str]:
-    """The options that its help shows."""
-    shown = StringIO()
-    with redirect_stdout(shown):
-        assert cli.main([*command.split(), "--help"]) == 0
-    return sorted(set(re.findall(r"--[a-z][a-z0-9-]*", shown.getvalue())))
+    """The options of a command, as its help lists them."""
+    return sorted(stored_pages()[command].flags)
 
 
 if __name__ == "__main__":

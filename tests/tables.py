@@ -9,8 +9,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import compress
 from pathlib import Path
+from statistics import mean, median
 from typing import Any, NamedTuple
+
+from samestep.tooling.pages import stored_pages
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -230,6 +234,123 @@ def beside_adamw(up: str) -> str:
     return table(["whole training", "thousand tokens per second"], rows)
 
 
+CLIENTS = {
+    "client_nanochat_12": "nanochat's GPT, 12 layers",
+    "client_nanochat_20": "nanochat's GPT, 20 layers",
+    "client_llama": "Llama of transformers, 12 layers",
+}
+TRAINED = {
+    "ours": "**samestep**",
+    "ours-adamw": "samestep, AdamW",
+    "torch-adamw": "torch AdamW, fused",
+    "dion": "dion Muon",
+    "nanochat": "nanochat's own",
+}
+
+
+def trainings(up: str) -> str:
+    """Whole trainings with optimizers of others and with ours; losses of seeds that all ended."""
+    rows = []
+    for name, label in CLIENTS.items():
+        content = result(name)
+        tokens = content["training"]["batch"] * content["training"]["sequence"]
+        losses = zip(*(each["final_losses"] for each in content["contestants"]), strict=True)
+        ended = [None not in of_seed for of_seed in losses]
+        for each in content["contestants"]:
+            if each["name"] not in TRAINED:
+                continue
+            iteration = each["iteration_ms"]["median"]
+            row = [
+                f"[{label}]({up}benchmarks/results/{name}.json)",
+                TRAINED[each["name"]],
+                f"{each['optimizer_ms']['median']:.1f}",
+                f"{iteration:.1f}",
+                f"{tokens / iteration:.0f}",
+                f"{mean(compress(each['final_losses'], ended)):.3f}",
+            ]
+            rows.append(row)
+    head = ["training", "optimizer", "step, ms", "iteration, ms", "thousand tokens/s", "loss"]
+    return table(head, rows)
+
+
+def rivals(_: str) -> str:
+    """Steps and time that rules need to AdamW's loss."""
+    from benchmarks.rivals import table as made  # with what draws pictures
+
+    return made(result("rivals_cpu")).strip() + "\n"
+
+
+def fewer_steps(_: str) -> str:
+    """Losses of trainings with fewer steps of the orthogonalization."""
+    from benchmarks.fewer_steps_training import table as made  # with what draws pictures
+
+    return "\n".join(made(result("fewer_steps_training"))) + "\n"
+
+
+ITERATIONS = (
+    "forward and backward", "ZeRO as it comes", "ZeRO fused, views",
+    "samestep flat zero1, fused, overlap", "samestep flat zero1, fused", "samestep fast",
+    "samestep ordered",
+)  # fmt: skip
+
+
+def two_ranks(up: str) -> str:
+    """Iterations of AdamW on two CPU ranks."""
+    rows = []
+    (contest,) = result("two_ranks_512")["contests"]
+    for name in ITERATIONS:
+        each = contest["contestants"][name]
+        sent = each.get("bytes_per_step_and_rank")
+        ms = each["median_ms"]
+        rows.append(
+            [
+                name,
+                f"{ms['iteration']:.0f}",
+                f"{ms['cpu']:.0f}",
+                f"{sent / 1e6:.0f} MB" if sent else "-",
+            ]
+        )
+    return table(["AdamW", "iteration, ms", "processor time, ms", "sent per rank"], rows)
+
+
+def orthogonalization(_: str) -> str:
+    """The orthogonalization alone, beside the fastest of all peers."""
+    rows = []
+    for each in result("orthogonalize")["shapes"]:
+        found = {c["name"]: c["ms"]["median"] for c in each["contestants"]}
+        peers = {name: ms for name, ms in found.items() if not name.startswith("ours")}
+        best = min(peers, key=lambda name: peers[name])
+        shape = " x ".join(map(str, each["shape"]))
+        lead = f"{peers[best] / found['ours']:.2f}"
+        rows.append([shape, f"{found['ours']:.2f}", f"{best} {peers[best]:.2f}", lead])
+    return table(["blocks", "ours, ms", "best other, ms", "best other / ours"], rows)
+
+
+def fused_qkv(_: str) -> str:
+    """Losses where fused queries, keys and values are one block, three, or one for each head."""
+    rows = [
+        [row["arm"], str(row["lr"]), f"{mean(losses):.3f}", ", ".join(f"{x:.3f}" for x in losses)]
+        for row in result("fused_qkv")["rows"]
+        for losses in [[run["loss"] for run in row["runs"]]]
+    ]
+    return table(["orthogonalized as", "learning rate", "loss, mean", "of each seed"], rows)
+
+
+def distances(_: str) -> str:
+    """Medians over shapes of the distance from the polynomial in float64, by spectrum."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    content = result("accuracy_gpu_residue")["distances to the polynomial in float64, relative"]
+    for row in content:
+        for name, each in row["distances"].items():
+            if "before" not in name:
+                found[row["spectrum"]][name].append(each["median"])
+    names = list(next(iter(found.values())))
+    rows = [
+        [spectrum, *(f"{median(of[name]):.2g}" for name in names)] for spectrum, of in found.items()
+    ]
+    return table(["singular values", *names], rows)
+
+
 # --- optimizers of others ------------------------------------------------------------------------
 
 
@@ -248,12 +369,59 @@ def foreign(_: str) -> str:
     return table(["optimizer", "scenarios held", "did not hold"], rows)
 
 
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def planned(up: str) -> str:
+    """How far steps that were planned are from steps that were taken."""
+    rows = []
+    for name in ("wall", "cpu", "cpu_16", "2_hosts"):
+        content = result(f"plan_time_{name}")
+        found = content["rows"]
+        ranks = ", ".join(map(str, sorted({row["ranks"] for row in found})))
+        errors = [abs(row["error"]) for row in found]
+        rows.append(
+            [
+                ranks + (" on 2 modelled hosts" if "hosts" in content else ""),
+                "wall" if content["clock"] == "wall" else "computing time",
+                f"{sum(error <= content['bar'] for error in errors)} of {len(found)}",
+                f"{max(errors):.0%}",
+                f"[receipt]({up}benchmarks/results/plan_time_{name}.json)",
+            ]
+        )
+    return table(["gloo ranks", "clock", "steps within 25%", "furthest", ""], rows)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def commands(_: str) -> str:
+    """Commands, the question each answers, and their options."""
+    rows = []
+    for name, page in stored_pages().items():
+        flags = [flag for flag in page.flags if not flag.startswith(("--no-", "--help"))]
+        rows.append([f"`{name}`", page.line, " ".join(f"`{flag}`" for flag in flags)])
+    return table(["command", "what it answers or does", "options"], rows)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
-    "support": support,
-    "steps": steps,
-    "peers": peers,
-    "beside-adamw": beside_adamw,
-    "foreign": foreign,
+    function.__name__.replace("_", "-"): function
+    for function in (
+        support,
+        steps,
+        peers,
+        beside_adamw,
+        trainings,
+        rivals,
+        fewer_steps,
+        two_ranks,
+        orthogonalization,
+        fused_qkv,
+        distances,
+        foreign,
+        planned,
+        commands,
+    )
 }
 
 

@@ -29,7 +29,7 @@ def test_help_lists_the_commands(capsys, group, flag):
     assert cli.main([*group, flag]) == 0
     shown = capsys.readouterr()
     assert f"usage: {' '.join(['samestep', *group])} COMMAND" in shown.out
-    assert re.search("samestep bench crossover +from which size", shown.out)
+    assert re.search("samestep bench crossover +measure from which size", shown.out)
     assert shown.err == ""
 
 
@@ -63,7 +63,7 @@ def test_version(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sing"], "there is no command 'sing'; there is: stress, train, doctor"),
+        (["sing"], "there is no command 'sing'; choose one of: stress, train, doctor"),
         (["bench", "sing", "--loud"], "there is no command 'bench sing'"),
         (["crossover"], "there is no command 'crossover'"),
         (["--loud"], "unknown option '--loud'"),

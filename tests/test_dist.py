@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from samestep.version import __version__
+from samestep.version import PYTHON, TORCH, __version__
 from tests.dist import ROOT, build, run_backend, wrong_tags
-from tests.install_matrix import Cell, table
+from tests.install_matrix import PYTHONS, TORCHES, Cell, table
 from tests.limits import HANG
 from tests.soak import twin
 
@@ -121,6 +121,13 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(built
     assert (found.stdout, found.stderr) == (f"{clone / 'samestep' / '__init__.py'}\n", "")
 
 
+def test_the_readme_names_the_versions():
+    python, torch = (
+        " to ".join(f"{major}.{minor}" for major, minor in each) for each in (PYTHON, TORCH)
+    )
+    assert f"Python {python}, torch {torch}." in (ROOT / "README.md").read_text()
+
+
 def test_the_version_stands_in_one_place():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
@@ -128,6 +135,24 @@ def test_the_version_stands_in_one_place():
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {
         "attr": "samestep.version.__version__"
     }
+
+
+def test_supported_versions_are_the_same_everywhere():
+    """pyproject.toml, the doctor, the matrix of tests and its published table."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest_python, oldest_torch = (".".join(map(str, each[0])) for each in (PYTHON, TORCH))
+    assert project["requires-python"] == f">={oldest_python}"
+    assert f"torch>={oldest_torch}" in project["dependencies"]
+    prefix = "Programming Language :: Python :: "
+    classified = [each.removeprefix(prefix) for each in project["classifiers"] if prefix in each]
+    assert tuple(classified) == PYTHONS
+    assert (PYTHONS[-1], TORCHES[-1]) == tuple(".".join(map(str, e[1])) for e in (PYTHON, TORCH))
+    (page,) = (ROOT / "docs").rglob("releasing.md")
+    lines = page.read_text().splitlines()
+    header = next(line for line in lines if line.startswith("| torch | Python"))
+    assert header == f"| torch | {' | '.join(f'Python {each}' for each in PYTHONS)} |"
+    rows = lines[lines.index(header) + 2 :][: len(TORCHES)]
+    assert tuple(row.split(" | ")[0].removeprefix("| ") for row in rows) == TORCHES
 
 
 def test_tags_that_say_another_version():

@@ -1,4 +1,4 @@
-"""The page that has the documents line by line: every row has a state, and names what is there."""
+"""Statements of the documents, line by line: each has a state, and names what is there."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "dev" / "documents.md"
+PAGE = ROOT / "tests" / "data" / "documents.md"
 STATES = ("works", "differs", "left out", "open")
 KEPT = ("tests/", "receipts/", "benchmarks/results/")
 

@@ -17,6 +17,8 @@ PAGES = {
     "fsdp2": 4,
     "hybrid": 4,
     "options": 1,
+    "checkpoints": 2,
+    "coming_from": 1,
     "troubleshooting": 2,
 }
 

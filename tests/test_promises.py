@@ -5,10 +5,9 @@ import json
 import pytest
 import torch.distributed as dist
 
-from tests.promises.__main__ import PAGE, RECEIPT, ROOT
+from tests.promises.__main__ import RECEIPT, receipt
 from tests.promises.claims import refused, same
 from tests.promises.listed import PROMISES, Promise
-from tests.promises.page import receipt, render
 from tests.promises.trying import Cell, cells, try_cells
 from tests.soak import SOAK, some
 
@@ -18,10 +17,9 @@ def test_promises_have_names_of_their_own():
     assert len({each.name for each in PROMISES}) == len(PROMISES)
 
 
-def test_the_page_shows_the_receipt_and_the_receipt_all_that_is_promised():
-    """Rendered anew by `python -m tests.promises --render`, tried anew by `make promises`."""
+def test_the_receipt_has_all_that_is_promised_kept():
+    """Tried anew by `make promises`."""
     kept = json.loads(RECEIPT.read_text())
-    assert PAGE.read_text() == render(kept)
     tried = {
         (name, option, layout): found
         for name, options in kept["promises"].items()
@@ -29,8 +27,6 @@ def test_the_page_shows_the_receipt_and_the_receipt_all_that_is_promised():
         for layout, found in layouts.items()
     }
     assert tried == {(c.promise.name, c.option, c.layout): "kept" for c in cells()}
-    proof = (ROOT / "docs" / "proof.md").read_text()
-    assert f"{len(tried)} of {len(tried)} cells kept" in proof
 
 
 @pytest.mark.skipif(not SOAK, reason="minutes: make soak, or make promises")
@@ -82,4 +78,4 @@ def test_what_is_broken_is_seen_and_the_rest_is_tried(action):
     assert outcome[first] is None
     assert outcome[last] is None
     assert outcome[bad]
-    assert "kept 0, broken" in render(receipt(outcome, 0.0))
+    assert receipt(outcome, 0.0)["promises"][action.__name__][""]["zero2"] == outcome[bad]

@@ -2,9 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,49 +21,83 @@ from samestep.tooling.request import BadRequestError, Flag, in_one_line, named_f
 
 @dataclass(frozen=True)
 class Options:
-    """Convert a checkpoint on one process, without holding it in memory."""
+    """Convert a checkpoint of another package, or into another format, on one process.
+
+        samestep convert run.pt out/converted --optimizer run_optimizer.pt
+        samestep convert megatron/iter_0001000 out/converted --preset megatron
+        samestep convert out/gpt/checkpoints out/dcp --to torch
+
+    Tensors are read and written one by one, so that the checkpoint need not fit in memory.
+
+    Exit status: 0, converted and written; 2, refused: nothing was written, and the error says why.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "kind": "source and target",
+        "optimizer": "where the source lacks names or counts",
+        "preset": "what is converted",
+        "verify": "checks and reports",
+    }
 
     source: Annotated[
         Path,
-        Flag("a folder, or a file of torch.save", metavar="SOURCE", positional=True),
+        Flag(
+            "the checkpoint to read: a folder, or a file of torch.save",
+            metavar="SOURCE",
+            positional=True,
+        ),
     ]
-    target: Annotated[Path, Flag("a folder to be made", metavar="TARGET", positional=True)]
+    target: Annotated[
+        Path, Flag("the folder to write, which must not exist", metavar="TARGET", positional=True)
+    ]
+
     kind: Annotated[
         Kind | None,
-        Flag("whose checkpoint it is; found out if left out", name="from"),
+        Flag("package that wrote the source", name="from", default="found by its files"),
     ] = None
     to: Annotated[
         Literal[
             "fully_reshardable", "fully_sharded_model_space", "samestep", "fsdp_dtensor", "torch"
         ],
-        "fully_reshardable, fully_sharded_model_space or samestep: ours; fsdp_dtensor or "
-        "torch: what torch.distributed.checkpoint reads",
+        "format to write; the first three are samestep's own, the others are read by "
+        "torch.distributed.checkpoint",
     ] = "fully_reshardable"
+
     optimizer: Annotated[
         tuple[Path, ...],
-        "torch.save files with state dicts of optimizers, beside the model's",
+        "files of torch.save with the state dicts of optimizers, where SOURCE has only the model",
     ] = ()
     names: Annotated[
         Path | None,
-        "JSON: names of parameters in the optimizer's order, or per group",
+        "JSON file with the names of the parameters in the order of the optimizer: a list, or a "
+        "list per group",
     ] = None
     model: Annotated[
         str | None,
-        "file.py:function that builds the model, for its names and their order",
+        Flag(
+            "function that returns the model, for the names of its parameters and their order",
+            metavar="PATH:FACTORY",
+        ),
     ] = None
     rename: Annotated[
         tuple[str, ...],
-        Flag("regex=replacement, applied to names; may be repeated", one_by_one=True),
+        Flag(
+            "replace a part of every name; may be repeated",
+            metavar="REGEX=REPLACEMENT",
+            one_by_one=True,
+        ),
     ] = ()
+    step: Annotated[int | None, "AdamW's step count, where the files have none"] = None
+
     preset: Annotated[
         str | None,
-        "the preset of the optimizer that will load it: momentum is rescaled",
+        "preset of the optimizer that will load the result; momentum is rescaled to its form",
     ] = None
-    only: Annotated[Part | None, "take one part alone"] = None
-    step: Annotated[int | None, "AdamW's count of steps, if the files have none"] = None
-    verify: Annotated[bool, "compare the checksums of ours first"] = True
+    only: Annotated[Part | None, "convert only the model, or only the optimizer state"] = None
+
+    verify: Annotated[bool, "compare checksums of the source first, where it has them"] = True
     dry_run: Annotated[bool, "read and check everything, write nothing"] = False
-    json: Annotated[bool, "say as JSON what became what"] = False
+    json: Annotated[bool, "print as JSON what each tensor became"] = False
 
 
 def run(options: Options) -> int:

@@ -2,10 +2,11 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,14 +31,26 @@ UNKNOWN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Show what a checkpoint has in it."""
+    """Show the parameters, options and metadata of a checkpoint.
+
+        samestep inspect out/gpt/checkpoints
+        samestep inspect out/gpt/checkpoints/step_00000300 --verify
+
+    Exit status: 0, shown; 2, the checkpoint is missing or damaged, and the error says which file.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {"verify": "what is checked and shown"}
 
     path: Annotated[
         Path,
-        Flag("a checkpoint, or a folder in which LATEST names one", positional=True),
+        Flag(
+            "a checkpoint, or a folder whose file LATEST names one",
+            metavar="PATH",
+            positional=True,
+        ),
     ]
-    verify: Annotated[bool, "compare all checksums"] = False
-    json: Annotated[bool, "as JSON"] = False
+    verify: Annotated[bool, "also compare the SHA-256 checksums of all files"] = False
+    json: Annotated[bool, "print everything as JSON"] = False
 
 
 def run(options: Options) -> int:

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,11 +25,11 @@ from samestep.models.gpt import GPT, GPTConfig
 from samestep.rules.orthogonalize import default_compute_dtype
 from samestep.tooling.pages import INSTALL
 from samestep.tooling.request import in_one_line
+from samestep.version import PYTHON, TORCH
 from samestep.xla import runtime
 
 State = Literal["ok", "note", "broken"]
-LEAST_TORCH = (2, 9)
-REPORT = "report it, with `samestep doctor --json`"
+REPORT = "report it as a bug, with the output of `samestep doctor --json`"
 COMMANDS_NEED = ("rich", "matplotlib", "jinja2", "jsonschema")
 SHOWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -39,7 +40,7 @@ SHOWN = (
 
 
 class Check(NamedTuple):
-    """One thing that was looked at; what is not ok says in `way_out` what to do."""
+    """One finding; `way_out` says what to do about one that is not ok."""
 
     name: str
     value: str
@@ -57,14 +58,14 @@ def broken(name: str, value: str, way_out: str) -> Check:
 
 
 def versions() -> Iterator[Check]:
-    yield Check("python", f"{platform.python_version()} on {platform.platform()}")
+    running = f"{platform.python_version()} on {platform.platform()}"
+    yield _supported("python", running, sys.version_info[:2], PYTHON)
     yield Check("samestep", samestep.__version__)
     found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     platforms = [f"{name} {version}" for name, version in built.items() if version]
     value = f"{torch.__version__}, built for {platforms[0] if platforms else 'CPU'}"
-    enough = found >= LEAST_TORCH
-    yield Check("torch", value) if enough else broken("torch", value, 'pip install "torch>=2.9"')
+    yield _supported("torch", value, found, TORCH)
     triton = _version("triton")
     if triton is None and torch.cuda.device_count():
         way_out = (
@@ -76,10 +77,25 @@ def versions() -> Iterator[Check]:
     lacking = [name for name in COMMANDS_NEED if _version(name) is None]
     if lacking:
         value = f"without {', '.join(lacking)}, which some commands need"
-        yield note("of commands", value, INSTALL)
+        yield note("command packages", value, INSTALL)
     else:
         shown = ", ".join(f"{name} {_version(name)}" for name in COMMANDS_NEED)
-        yield Check("of commands", shown)
+        yield Check("command packages", shown)
+
+
+def _supported(
+    name: str,
+    value: str,
+    found: tuple[int, ...],
+    supported: tuple[tuple[int, int], tuple[int, int]],
+) -> Check:
+    """Too old a version is broken, and one that the tests have not met is worth a note."""
+    oldest, newest = (".".join(map(str, version)) for version in supported)
+    if found < supported[0]:
+        return broken(name, value, f"install {name} {oldest} or newer, at most {newest}")
+    if found > supported[1]:
+        return note(name, value, f"not tested with this version; {oldest} to {newest} are")
+    return Check(name, value)
 
 
 def _version(package: str) -> str | None:
@@ -91,33 +107,36 @@ def _version(package: str) -> str | None:
 
 def backends() -> Iterator[Check]:
     if not dist.is_available():
-        way_out = "install a torch that was built with it, as the wheels for Linux are"
+        way_out = "install a torch that has torch.distributed, as the wheels for Linux do"
         yield broken("torch.distributed", "not in this torch", way_out)
         return
     if dist.is_gloo_available():
-        yield Check("gloo", "yes")
+        yield Check("gloo", "available")
     else:
         way_out = "install a torch with gloo: ranks on CPU, and all checks, need it"
-        yield broken("gloo", "no", way_out)
+        yield broken("gloo", "not available", way_out)
     loaded = library_version()
     if loaded is not None:
         yield Check("nccl", ".".join(map(str, loaded)))
         problem = sharing_problem()
         if problem is None:
-            yield Check("nccl, shared GPUs", "yes: samestep stress --backend nccl --share-gpus")
+            yield Check(
+                "nccl, shared GPUs", "available: samestep stress --backend nccl --share-gpus"
+            )
         elif torch.cuda.device_count():
-            yield Check("nccl, shared GPUs", f"no: {problem}")
+            yield Check("nccl, shared GPUs", f"not available: {problem}")
     elif torch.cuda.device_count():
-        yield note("nccl", "no", "install a torch with NCCL to use several GPUs")
+        yield note("nccl", "not available", "install a torch with NCCL to use several GPUs")
     else:
-        yield Check("nccl", "no, and no GPU that would need it")
-    yield Check("mpi", "yes" if dist.is_mpi_available() else "no, and nothing needs it")
+        yield Check("nccl", "not available; there is no GPU that needs it")
+    mpi = "available" if dist.is_mpi_available() else "not available; samestep does not use it"
+    yield Check("mpi", mpi)
     reason = runtime.missing()
-    yield Check("xla", "yes" if reason is None else f"no: {reason}")
+    yield Check("xla", "available" if reason is None else f"not available: {reason}")
 
 
 def topology() -> Iterator[Check]:
-    """The environment that launchers set, and whether it can be true."""
+    """Checks the environment variables of launchers for contradictions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check("cores", f"{cores} for this process")
     for name in SHOWN:
@@ -139,28 +158,31 @@ def topology() -> Iterator[Check]:
     if place is None:
         tasks = os.environ.get("SLURM_NTASKS", "1")
         if tasks not in ("", "1"):
-            value = f"Slurm has {tasks} tasks, and no RANK is set: each is alone"
+            value = f"Slurm has {tasks} tasks and RANK is not set: each task trains alone"
             way_out = (
-                "torch does not read SLURM_*: have one task a host, and let srun start torchrun"
+                "torch does not read SLURM_*: start one task per host, and let srun start torchrun "
+                "there"
             )
             yield note("ranks", value, way_out)
         else:
-            yield Check("ranks", "one process: no launcher has set RANK")
+            yield Check("ranks", "one process: RANK is not set")
         return
     local, gpus = place.local_world_size, torch.cuda.device_count()
     text = f"rank {place.rank} of {place.world_size}, {local} on this host"
     if gpus and local > gpus:
-        way_out = f"--nproc-per-node {gpus}, or fewer: NCCL wants a GPU for every rank"
+        way_out = f"torchrun --nproc-per-node {gpus}, or fewer: NCCL needs a GPU for every rank"
         yield broken("ranks", f"{text}, and {gpus} GPUs", way_out)
     elif place.world_size % local:
-        way_out = "give every host as many ranks: two levels of reduction need that"
+        way_out = "start the same number of ranks on every host: two_levels=True needs that"
         yield note("ranks", text, way_out)
     else:
         yield Check("ranks", text)
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and cores and int(threads) * local > cores:
-        way_out = f"OMP_NUM_THREADS={max(1, cores // local)}: ranks take the cores from each other"
-        yield note("threads", f"{local} ranks of {threads} threads on {cores} cores", way_out)
+        way_out = f"set OMP_NUM_THREADS={max(1, cores // local)}: there are more threads than cores"
+        yield note(
+            "threads", f"{local} ranks with {threads} threads each on {cores} cores", way_out
+        )
 
 
 def ranks(timeout: float) -> Iterator[Check]:
@@ -173,34 +195,34 @@ def ranks(timeout: float) -> Iterator[Check]:
     except RanksFailed as error:
         last = [report.strip().splitlines()[-1] for report in error.reports.values()]
         way_out = (
-            "GLOO_SOCKET_IFNAME=lo (or another interface that is up); if they did not finish, try "
-            "--timeout 120 on a busy machine"
+            "set GLOO_SOCKET_IFNAME=lo (or another network interface that is up); if ranks did not "
+            "finish in time on a busy machine, give --timeout 120"
         )
-        yield broken(name, f"{len(last)} failed: {last[0]}", way_out)
+        yield broken(name, f"{len(last)} of 2 ranks failed: {last[0]}", way_out)
     except RuntimeError as error:  # not on Linux
-        yield note(name, f"not tried: {error}", "torchrun starts ranks everywhere")
+        yield note(name, f"not tried: {error}", "start ranks with torchrun, which works everywhere")
     else:
         if same:
-            yield Check(name, "a step of MuonAdamW is that of one process, bit for bit")
+            yield Check(name, "MuonAdamW steps as one process does, bit for bit")
         else:
-            yield broken(name, "a step of MuonAdamW is not that of one process", REPORT)
+            yield broken(name, "MuonAdamW steps otherwise than one process does", REPORT)
 
 
 def gpus() -> Iterator[Check]:
-    """The devices that torch sees, how they reach each other, and whether each takes a step."""
+    """Checks the GPUs that torch sees, the links between them, and a step on each."""
     count = torch.cuda.device_count()
     if not count:
         if not Path("/proc/driver/nvidia/version").exists():
             yield Check("gpus", "none")
         elif torch.version.cuda is None:
             way_out = "install a torch for CUDA to use it: https://pytorch.org/get-started/locally"
-            yield note("gpus", "a driver, and this torch is for CPU", way_out)
+            yield note("gpus", "there is an NVIDIA driver, and this torch is for CPU only", way_out)
         else:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-            way_out = "is the driver old for this CUDA? `nvidia-smi` tells its version"
+            way_out = "compare the driver's CUDA version (`nvidia-smi`) with torch.version.cuda"
             if hidden is not None:
-                way_out = f"CUDA_VISIBLE_DEVICES={hidden!r} hides cards: unset it"
-            yield note("gpus", "there is a driver, and torch sees no GPU", way_out)
+                way_out = f"unset CUDA_VISIBLE_DEVICES, which is {hidden!r} and hides GPUs"
+            yield note("gpus", "there is an NVIDIA driver, and torch sees no GPU", way_out)
         return
     for number in range(count):
         yield _gpu(number)
@@ -208,13 +230,13 @@ def gpus() -> Iterator[Check]:
         others = [other for other in range(count) if other != number]
         reached = [o for o in others if torch.cuda.can_device_access_peer(number, o)]
         if reached == others:
-            yield Check(f"{number} reaches", "all others directly")
+            yield Check(f"peers of cuda:{number}", "all other GPUs directly")
             continue
         through = sorted(set(others) - set(reached))
-        value = f"directly: {reached or 'none'}, through the host: {through}"
+        value = f"directly: {reached or 'none'}; through the host: {through}"
         topology = "nvidia-smi topo -m" if torch.version.hip is None else "rocm-smi --showtopo"
-        way_out = f"`{topology}` tells why; steps on these ranks take longer"
-        yield note(f"{number} reaches", value, way_out)
+        way_out = f"`{topology}` shows the links; collectives between these GPUs are slower"
+        yield note(f"peers of cuda:{number}", value, way_out)
 
 
 def _gpu(number: int) -> Check:
@@ -225,25 +247,25 @@ def _gpu(number: int) -> Check:
         away = step_on(device)
     except Exception as error:
         tool = "nvidia-smi" if torch.version.hip is None else "rocm-smi"
-        way_out = f"`{tool}` tells whether it is in use or has failed"
+        way_out = f"`{tool}` shows whether the GPU is in use or has failed"
         return broken(name, in_one_line(error), way_out)
     memory = f"{free / 1e9:.0f} of {everything / 1e9:.0f} GB free"
-    text = f"{facts.name}, {facts.major}.{facts.minor}, {memory}; a step is"
+    text = f"{facts.name}, sm_{facts.major}{facts.minor}, {memory}; a step is"
     if away < CLOSE:
         return Check(name, f"{text} that of the CPU within {away:.1%}")
-    way_out = f"SAMESTEP_KERNELS=0 runs plain torch; {REPORT}"
+    way_out = f"set SAMESTEP_KERNELS=0, which runs plain torch, and {REPORT}"
     return broken(name, f"{text} {away:.1%} away from that of the CPU", way_out)
 
 
 def kernels() -> Iterator[Check]:
-    """Whether Triton kernels would run, and if not, why."""
+    """Checks whether Triton kernels would run, and gives the reason where not."""
     devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
     for device in devices or [torch.device("cpu")]:
-        reasons = {"step": missing(device), "products": missing_products(device)}
+        reasons = {"step": missing(device), "matmul": missing_products(device)}
         for what, reason in reasons.items():
             name = f"{what} on {device}"
             if reason is None:
-                yield Check(name, "kernels")
+                yield Check(name, "Triton kernels")
             elif device.type == "cuda" and reason == "triton is not installed":
                 yield note(name, f"plain torch: {reason}", "pip install triton")
             elif device.type == "cuda" and reason.startswith("SAMESTEP_KERNELS"):
@@ -253,10 +275,10 @@ def kernels() -> Iterator[Check]:
 
 
 def default_run(make: Callable[[], object] | None, name: str) -> Iterator[Check]:
-    """The way in which `MuonAdamW(model, lr=...)` would take a model, here."""
+    """Shows how `MuonAdamW(model, lr=...)` would treat a model on this machine."""
     model = GPT(GPTConfig()) if make is None else make()
     if not isinstance(model, nn.Module):
-        way_out = "name a function that returns a torch.nn.Module"
+        way_out = "give a function that returns a torch.nn.Module"
         yield broken("model", f"{name} gave a {type(model).__name__}", way_out)
         return
     with warnings.catch_warnings(record=True) as said:
@@ -270,20 +292,20 @@ def default_run(make: Callable[[], object] | None, name: str) -> Iterator[Check]
             yield Check(found[1], found[2])
     for warning in said:
         text = " ".join(str(warning.message).split())
-        way_out = "docs/routing.md; print(opt.table()) shows every parameter"
+        way_out = "print(opt.table()) shows the rule of every parameter; docs/rules.md explains"
         yield note("warning", text, way_out)
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
     dtype = default_compute_dtype(torch.empty(0, device=device))
-    yield Check("Muon's products", f"{str(dtype).removeprefix('torch.')} on {device.type}")
+    yield Check("Muon computes in", f"{str(dtype).removeprefix('torch.')} on {device.type}")
     usual = Distribution()
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    shared = "one process: nothing is shared" if alone else "zero2, each rank a part of the state"
-    text = f"{shared} (sharding={usual.sharding!r})"
-    yield Check("ranks", f"{text}, reduction={usual.reduction!r}, buffers={usual.buffers!r}")
+    shared = "one process, nothing is sharded" if alone else "zero2, state is sharded over ranks"
+    text = f"sharding={usual.sharding!r} ({shared})"
+    yield Check("options", f"{text}, reduction={usual.reduction!r}, buffers={usual.buffers!r}")
 
 
 def every(make: Callable[[], object] | None, model: str, timeout: float) -> Iterator[Check]:
-    """All areas; ranks are forked before a GPU is touched."""
+    """Yields the checks of all areas; ranks are forked before a GPU is touched."""
     areas: dict[str, Callable[[], Iterator[Check]]] = {
         "versions": versions,
         "backends": backends,
@@ -291,7 +313,7 @@ def every(make: Callable[[], object] | None, model: str, timeout: float) -> Iter
         "ranks": lambda: ranks(timeout),
         "gpus": gpus,
         "kernels": kernels,
-        "by default": lambda: default_run(make, model),
+        "MuonAdamW(model) by default": lambda: default_run(make, model),
     }
     for area, look in areas.items():
         try:
@@ -300,4 +322,4 @@ def every(make: Callable[[], object] | None, model: str, timeout: float) -> Iter
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             value = f"{in_one_line(error)} at {Path(last.filename).name}:{last.lineno}"
-            yield broken("raised", value, REPORT)._replace(area=area)
+            yield broken("the check raised", value, REPORT)._replace(area=area)

@@ -3,13 +3,13 @@
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from samestep.doctor.checks import Check, every
 from samestep.launch import torchrun_rank
-from samestep.tooling.request import BadRequestError, named_function, parse_flags
+from samestep.tooling.request import BadRequestError, Flag, named_function, parse_flags
 
 MARKS = {"ok": " ", "note": "!", "broken": "X"}
 WIDTH, NAMES = 80, 20
@@ -17,14 +17,29 @@ WIDTH, NAMES = 80, 20
 
 @dataclass(frozen=True)
 class Options:
-    """Show what there is on this machine, what would run, and what is broken.
+    """Check this machine for what samestep needs, and say what is broken and how to repair it.
 
-    Exit status: 0, nothing is broken; 1, something is, and its line says what to do.
+        samestep doctor
+        samestep doctor --model mypackage.models:make    # routing of your own model
+        samestep doctor --json                           # to go with a bug report
+
+    Lines marked X are broken, lines marked ! are worth a look.
+
+    Exit status: 0, nothing is broken; 1, something is, and its line says what to do; 2, refused.
     """
 
-    json: Annotated[bool, "for programs, and for reports"] = False
-    model: Annotated[str | None, "yours, PATH:FACTORY, instead of a small GPT"] = None
-    timeout: Annotated[float, "seconds that two ranks over gloo may take"] = 30.0
+    SECTIONS: ClassVar[Mapping[str, str]] = {"json": "what is checked and shown"}
+
+    json: Annotated[bool, "print all findings as JSON"] = False
+    model: Annotated[
+        str | None,
+        Flag(
+            "function that returns a model, to show what MuonAdamW would do with it",
+            metavar="PATH:FACTORY",
+            default="a small GPT",
+        ),
+    ] = None
+    timeout: Annotated[float, "seconds that the trial step of two gloo ranks may take"] = 30.0
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
@@ -35,7 +50,7 @@ def parse(words: Sequence[str], prog: str) -> Options:
 
 
 def run(options: Options) -> int:
-    """Look at everything, and tell it; 1 if something is broken."""
+    """Run all checks and print them; return 1 if something is broken."""
     try:
         place = torchrun_rank()
     except ValueError:
@@ -45,7 +60,9 @@ def run(options: Options) -> int:
     make: Callable[[], object] | None = None
     if options.model is not None:
         if ":" not in options.model:
-            raise BadRequestError(f"--model {options.model!r} is not PATH:FACTORY")
+            raise BadRequestError(
+                f"--model {options.model!r} is not PATH:FACTORY, such as mypackage.models:make"
+            )
         make = named_function(options.model, "--model")
     found: list[Check] = []
     for check in every(make, options.model or "a GPT of 4 layers", options.timeout):
@@ -63,13 +80,13 @@ def run(options: Options) -> int:
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
         notes = sum(check.state == "note" for check in found)
-        marked = f"broken: {broken} (X), worth a look: {notes} (!)"
+        marked = f"{broken} broken (marked X), {notes} worth a look (marked !)."
         sys.stdout.write(f"\n{marked if broken or notes else 'Nothing is broken.'}\n")
     return int(broken > 0)
 
 
 def _show(check: Check, *, new_area: bool) -> None:
-    """A line of the table, as it is known; longer ones go on below."""
+    """Print one check, broken into lines of the table."""
     if new_area:
         sys.stdout.write(f"{check.area}\n")
     head = f"{MARKS[check.state]} {check.name:{NAMES}} "

@@ -58,7 +58,7 @@ def describe_kernels(device: torch.device) -> str:
 
 
 def way_of(size: int, depth: int) -> Way:
-    """The settled way, or else the one that was best on an H200 (docs/gpu.md)."""
+    """The settled way, or else the one that was best on an H200 (docs/dev/kernels.md)."""
     # Wide tiles feed the matrix units best, but lose more where they end: for long sums only.
     return settled.get((size, depth), "large" if size >= 1024 and depth >= 4096 else "small")
 

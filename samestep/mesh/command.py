@@ -1,10 +1,10 @@
 """`samestep mesh`: the map of a mesh and the verdict of the contract, without any rank."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from samestep.mesh import map as mesh_map
 from samestep.mesh.build import require_local_groups
@@ -17,32 +17,56 @@ from samestep.tooling.request import BadRequestError
 
 @dataclass(frozen=True)
 class Options:
-    """Show where each rank is on the axes, whom it meets, and whether a model fits."""
+    """Show the place of each rank on the mesh axes, its groups, and whether a model's sizes divide.
 
-    world_size: Annotated[int, "ranks"] = 8
-    tp: Annotated[int, "ranks that share a matrix"] = 1
-    sp: Annotated[bool, "sequence parallel: they share the sequence between matrices"] = False
-    ep: Annotated[int, "ranks that share the experts"] = 1
-    ep_carries_data: Annotated[bool, "ranks along the expert axis see different tokens"] = True
-    expert_tensor_parallel: Annotated[int, "ranks that share an expert's matrix; 0: --tp"] = 0
-    pp: Annotated[int, "pipeline stages"] = 1
+        samestep mesh --world-size 16 --tp 2 --pp 2 --heads 32 --layers 24
+        samestep mesh --world-size 64 --tp 8 --ranks-per-host 8
+
+    Starts no ranks.
+
+    Exit status: 0, the sizes fit; 2, they do not, or the axes cannot be built.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "world_size": "ranks and axes",
+        "heads": "sizes of the model, checked where above 0",
+        "picture": "the result",
+    }
+
+    world_size: Annotated[int, "number of ranks"] = 8
+    tp: Annotated[int, "tensor parallel: ranks that share each matrix"] = 1
+    sp: Annotated[
+        bool, "sequence parallel: ranks of --tp also share the sequence between matrix products"
+    ] = False
+    ep: Annotated[int, "expert parallel: ranks that share the experts of a layer"] = 1
+    ep_carries_data: Annotated[
+        bool, "ranks of --ep see different tokens; without it they see the same"
+    ] = True
+    expert_tensor_parallel: Annotated[
+        int, "ranks that share the matrices of one expert; 0: as many as --tp"
+    ] = 0
+    pp: Annotated[int, "pipeline parallel: number of stages"] = 1
     replicate: Annotated[int, "copies of the sharded model"] = 1
-    ranks_per_host: Annotated[int | None, "if given, hosts are checked and shown"] = None
-    across_hosts: Annotated[bool, "allow --tp and --ep groups that span hosts"] = False
+    ranks_per_host: Annotated[
+        int | None, "ranks on each host, to show hosts and to keep tp and ep groups inside them"
+    ] = None
+    across_hosts: Annotated[bool, "allow tp and ep groups that span hosts"] = False
 
-    heads: Annotated[int, "query heads; 0: not checked, as for all sizes below"] = 0
+    heads: Annotated[int, "query heads"] = 0
     kv_heads: Annotated[int, "key and value heads; 0: as many as --heads"] = 0
-    fused_qkv: Annotated[bool, "they share one weight (Plan.fused)"] = False
-    indexer_heads: Annotated[int, "heads of a sparse attention's indexer"] = 0
+    fused_qkv: Annotated[bool, "queries, keys and values share one weight (Plan.fused)"] = False
+    indexer_heads: Annotated[int, "heads of the indexer of sparse attention"] = 0
     mlp_width: Annotated[int, "channels inside an MLP"] = 0
-    experts: Annotated[int, "MLPs per layer to choose from"] = 0
+    experts: Annotated[int, "experts per layer"] = 0
     expert_width: Annotated[int, "channels inside an expert"] = 0
     layers: Annotated[int, "transformer layers"] = 0
-    stages_per_rank: Annotated[int, "of an interleaved pipeline"] = 1
-    sequence: Annotated[int, "tokens of a sequence"] = 0
+    stages_per_rank: Annotated[int, "pipeline stages on each rank; above 1: interleaved"] = 1
+    sequence: Annotated[int, "tokens per sequence"] = 0
     batch: Annotated[int, "sequences per step, of all ranks together"] = 0
 
-    picture: Annotated[Path | None, "a PNG to write, of up to 256 ranks"] = None
+    picture: Annotated[Path | None, "PNG file to write, for up to 256 ranks (needs matplotlib)"] = (
+        None
+    )
 
     @property
     def sizes(self) -> ModelSizes:

@@ -1,10 +1,10 @@
 """`samestep recipes`: what is known of each architecture, as the table of docs/recipes.md."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.request import BadRequestError, Flag
@@ -72,13 +72,26 @@ hand, and steps against those of separate matrices (`tests/test_recipes.py`).
 
 @dataclass(frozen=True)
 class Options:
-    """Show which weights of known architectures are fused, stacked or gates."""
+    """Show which weights of known architectures are fused, stacked or gates.
+
+        samestep recipes
+        samestep recipes mixtral gpt_oss
+
+    A row tells the rule of the weights that a pattern matches, and the row blocks that Muon
+    orthogonalizes apart.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {"page": "what is printed"}
 
     names: Annotated[
         tuple[str, ...],
-        Flag("recipes; all, if none is named", metavar="MODEL_TYPE", positional=True),
+        Flag(
+            "values of model.config.model_type; all, if none is given",
+            metavar="MODEL_TYPE",
+            positional=True,
+        ),
     ] = ()
-    page: Annotated[bool, "print docs/recipes.md"] = False
+    page: Annotated[bool, "print the page of the documentation instead"] = False
 
 
 def run(options: Options) -> int:

@@ -414,8 +414,7 @@ def decay_weights(
     """p (1 - decay); cautious: only where the update pulls the same way, u p >= 0.
 
     The gate reads the sign of the parameter against the finished direction. Gated by the raw
-    gradient's sign, weights that are left out keep growing: at high rates nothing is learned
-    (`benchmarks/muon_claims.py`).
+    gradient's sign, weights that are left out keep growing: at high rates nothing is learned.
     """
     if not cautious:
         return param * (1 - decay)

@@ -46,16 +46,18 @@ end
 
 @dataclass(frozen=True)
 class Options:
-    """Print a script that completes commands, their options, and values of those.
+    """Print a script with which a shell completes commands, options and their values.
 
-        source <(samestep completion bash)                            # or in ~/.bashrc
-        source <(samestep completion zsh)                             # after compinit
+        source <(samestep completion bash)    # in ~/.bashrc
+        source <(samestep completion zsh)     # in ~/.zshrc, after compinit
         samestep completion fish > ~/.config/fish/completions/samestep.fish
 
-    Where nothing is known, shells complete names of files.
+    Values that are no fixed list are completed as names of files.
     """
 
-    shell: Annotated[Literal["bash", "zsh", "fish"], Flag("that is to complete", positional=True)]
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], Flag("the shell that will run the script", positional=True)
+    ]
 
 
 def run(options: Options) -> int:

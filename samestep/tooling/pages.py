@@ -16,7 +16,7 @@ INSTALL = 'pip install ".[cli]" in a checkout of the repository'
 
 
 class Page(NamedTuple):
-    """A command: a line, its help on 80 columns, and the values of each flag that has a list."""
+    """The help of one command: in one line, on 80 columns, and the values of each flag."""
 
     line: str
     help: str
@@ -34,7 +34,7 @@ def as_json(pages: dict[str, Page]) -> str:
 
 
 def broken_lines(text: str, width: int = 80) -> str:
-    """With every line that is longer broken, and nothing at the ends of lines."""
+    """Break every line that is longer than `width`, and strip spaces at the ends of lines."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
@@ -43,9 +43,15 @@ def broken_lines(text: str, width: int = 80) -> str:
 
 
 def flags_in(text: str) -> dict[str, list[str]]:
-    """The flags in a help of unbroken lines, each with its values: `--backend {gloo,nccl}`."""
+    """The flags in a help of unbroken lines, each with its values: `--backend {gloo,nccl}`.
+
+    Flags in examples, which may be of other commands, and in the texts of options do not count.
+    """
     found: dict[str, list[str]] = {}
-    for flag, values in re.findall(r"(--[a-z][a-z0-9-]*)(?: \{([^}]*)\})?", text):
-        choices = values.split(",") if values not in ("", "None") else []  # {None}|INT
-        found[flag] = found.get(flag) or choices
+    for line in text.splitlines():
+        option = line.strip().partition("  ")[0]
+        if not option.startswith("-"):
+            continue
+        for flag, values in re.findall(r"(--[a-z][a-z0-9-]*)(?: \{([^}]*)\})?", option):
+            found[flag] = values.split(",") if values not in ("", "None") else []  # {None}|INT
     return dict(sorted(found.items()))

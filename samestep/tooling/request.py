@@ -1,9 +1,13 @@
 """Requests to a command: its flags, a function by its name, ranks, and the error.
 
 Flags are read with what Python brings. The fields of a dataclass are the flags:
-`Annotated[type, "help"]`, `Annotated[type, Flag("help", ...)]`, or a type alone. Of a
-`tuple[type, ...]` several values may be given, at once or one by one. A field without a default
-has to be given.
+`Annotated[type, "help"]`, `Annotated[type, Flag("help", ...)]`, or a type alone. A field of type
+`tuple[type, ...]` takes several values, at once or one by one. A field without a default has to be
+given.
+
+Every help has one form: the docstring of the dataclass, which is a sentence, an example and an
+optional paragraph "Exit status: ..."; then the options, under the titles that the class attribute
+`SECTIONS` gives by the name of the first field below each; then the exit status.
 """
 
 import argparse
@@ -14,7 +18,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
@@ -51,6 +55,8 @@ class Flag(NamedTuple):
 
 
 T = TypeVar("T")
+EXIT_STATUS = "Exit status: "
+USUAL_STATUS = f"{EXIT_STATUS}0, done; 2, refused, and the error says why."
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,37 +66,66 @@ class Parser(argparse.ArgumentParser):
         raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps names such as ours-float16 on one line."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
 def parse_flags(options: type[T], words: Sequence[str], prog: str, about: str | None = None) -> T:
     """Read flags; a bad one raises BadRequestError, --help ends the process.
 
     about: The help on all of them, if not the docstring of `options`.
     """
+    story, status = _parted(about or options.__doc__ or "")
     parser = Parser(
         prog=prog,
-        description=_filled(about or options.__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=f"{prog} [options]",
+        description=_filled(story),
+        epilog=_filled(status),
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     hints = get_type_hints(options, include_extras=True)
+    sections: Mapping[str, str] = getattr(options, "SECTIONS", {})
+    section: Any = parser
     for option in fields(options):  # type: ignore[arg-type]
+        if option.name in sections:
+            section = parser.add_argument_group(sections[option.name])
         hint, flag = hints[option.name], Flag()
         if get_origin(hint) is Annotated:
             hint, text = get_args(hint)[:2]
             flag = text if isinstance(text, Flag) else Flag(text)
         argument = _argument(hint, flag, option.default)
         if flag.positional:
-            parser.add_argument(option.name, **argument)
+            shown = parser.add_argument(option.name, **argument)
+            parser.usage = f"{parser.usage} {_in_usage(shown)}"
         else:
             name = spelled(flag.name or option.name)
-            parser.add_argument(name, dest=option.name, **argument)
+            section.add_argument(name, dest=option.name, **argument)
     given = vars(parser.parse_args(words)).items()
     return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given})
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """The help before the options, and the exit status after them."""
+    parts = inspect.cleandoc(text).split("\n\n")
+    status = [part for part in parts if part.startswith(EXIT_STATUS)] or [USUAL_STATUS]
+    return "\n\n".join(part for part in parts if part not in status), "\n\n".join(status)
+
+
+def _in_usage(argument: argparse.Action) -> str:
+    """A positional argument in the line of usage."""
+    choices = argument.choices
+    name = f"{{{','.join(choices)}}}" if choices is not None else argument.metavar
+    return f"[{name}{' ...' * (argument.nargs == '*')}]" if argument.nargs else str(name)
 
 
 def _filled(text: str) -> str:
     """Paragraphs as wide as the terminal; indented ones are kept as they are."""
     width = shutil.get_terminal_size().columns - 2
-    parts = inspect.cleandoc(text).split("\n\n")
+    parts = text.split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in parts)
 
 
@@ -122,7 +157,7 @@ def _argument(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
     if default is MISSING:
         del found["default"]
     told = flag.default if default in (None, "", MISSING) else default
-    found["help"] = f"{flag.help} ({told})".lstrip() if told is not None else flag.help
+    found["help"] = flag.help if told is None else f"{flag.help} (default: {told})".lstrip()
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint), "metavar": flag.metavar, **found}
     return {"type": flag.read or hint, "metavar": flag.metavar or hint.__name__.upper(), **found}

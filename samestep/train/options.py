@@ -2,18 +2,19 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from samestep.groups.state_flags import OffloadWord, StateWord
 from samestep.models.gpt import GPTConfig
 from samestep.parallel.grouped import Products
-from samestep.tooling.request import BadRequestError, parse_flags, spelled
+from samestep.tooling.request import BadRequestError, Flag, parse_flags, spelled
 
 Layout = Literal["none", "zero1", "zero2", "flat_zero1", "flat", "fsdp2", "hsdp"]
 ROUTED = 8  # experts of --moe
+WARMUP, MOMENTUM_WARMUP = 30, 100  # steps at most, unless they are asked for
 
 
 class LayoutKeywords(NamedTuple):
@@ -41,99 +42,174 @@ LAYOUTS: dict[Layout, LayoutKeywords] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Train a small byte-level GPT, alone or under torchrun, in any layout."""
+    """Train a small byte-level GPT in any layout, alone or under torchrun.
+
+        samestep train --steps 30    # a first run, on a CPU
+        torchrun --nproc-per-node 4 -m samestep train --layout fsdp2
+        torchrun --nproc-per-node 8 -m samestep train --tp 2 --pp 2 --batch-size 32
+
+    A run that finds checkpoints in --out goes on from the newest, in any layout and on any number
+    of ranks.
+
+    Exit status: 0, trained; 1, a rank failed; 2, refused, and the error says why.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "out": "the run",
+        "layout": "layout over ranks",
+        "state": "memory and precision",
+        "context": "the model",
+        "batch_size": "the schedule",
+        "log_every": "reports and checkpoints",
+    }
 
     out: Annotated[Path, "folder for log.jsonl, loss.png and checkpoints/"] = Path("out/gpt")
     resume: Annotated[
-        str, "auto: from the newest checkpoint in --out, if any; never; or a path"
+        str,
+        Flag(
+            "auto: resume from the newest checkpoint in --out, if there is one; never: refuse if "
+            "there is one; or the path of a checkpoint",
+            metavar="auto|never|PATH",
+        ),
     ] = "auto"
-    data: Annotated[Path | None, "file to train on; if not given, Python's standard library"] = None
-    seed: Annotated[int, "decides the initial weights, the order of the data and dropout"] = 0
-    steps: Annotated[int, "where the run ends, and its schedules"] = 300
+    data: Annotated[
+        Path | None,
+        Flag("file to train on, read as bytes", default="Python's standard library"),
+    ] = None
+    seed: Annotated[int, "seed of the initial weights, the order of the data and dropout"] = 0
+    steps: Annotated[int, "optimizer steps of the whole run, and the length of its schedules"] = 300
 
     layout: Annotated[
         Literal["auto", "none", "zero1", "zero2", "flat_zero1", "flat", "fsdp2", "hsdp"],
-        "where parameters, gradients and state live; auto: zero2, or fsdp2 with the axes below, "
-        "beside which every layout goes",
+        "how ranks share parameters, gradients and state; auto: fsdp2 beside --tp, --ep, --pp, "
+        "--replicate or --fsdp, else zero2",
     ] = "auto"
-    shards: Annotated[int, "ranks that share one copy of the model, in hsdp"] = 2
-    tp: Annotated[int, "tensor parallel: ranks that share a matrix"] = 1
-    sp: Annotated[bool, "sequence parallel: they share the sequence between matrices"] = False
-    ep: Annotated[int, "expert parallel: ranks that share the experts"] = 1
-    pp: Annotated[int, "pipeline stages"] = 1
-    fsdp: Annotated[bool, "shard over all other ranks, as --layout fsdp2"] = False
+    shards: Annotated[int, "with --layout hsdp: ranks that share one copy of the model"] = 2
+    tp: Annotated[int, "tensor parallel: ranks that share each matrix"] = 1
+    sp: Annotated[
+        bool, "sequence parallel: ranks of --tp also share the sequence between matrix products"
+    ] = False
+    ep: Annotated[int, "expert parallel: ranks that share the experts of a layer"] = 1
+    pp: Annotated[int, "pipeline parallel: number of stages"] = 1
+    fsdp: Annotated[bool, "shard parameters over all other ranks, as --layout fsdp2 does"] = False
     replicate: Annotated[int, "copies of the sharded model"] = 1
-    ep_carries_data: Annotated[bool, "ranks of --ep see different tokens"] = True
-    expert_tensor_parallel: Annotated[int, "ranks that share an expert's matrix; 0: --tp"] = 0
+    ep_carries_data: Annotated[
+        bool, "ranks of --ep see different tokens; without it they see the same"
+    ] = True
+    expert_tensor_parallel: Annotated[
+        int, "ranks that share the matrices of one expert; 0: as many as --tp"
+    ] = 0
     schedule: Annotated[
-        Literal["1f1b", "interleaved"], "of the pipeline; interleaved: two stages on each rank"
+        Literal["1f1b", "interleaved"],
+        "with --pp: the pipeline's schedule; interleaved has two stages on each rank",
     ] = "1f1b"
-    compile: Annotated[bool, "compile blocks, where no gate is closed"] = False
-    recompute: Annotated[
-        Literal["none", "selective", "full"],
-        "what blocks compute again in backward; selective: not matrix products and attention",
-    ] = "none"
-    state: Annotated[StateWord, "how moments and momenta are kept: in 32 bits, or fewer"] = (
-        "float32"
-    )
-    offload: Annotated[OffloadWord, "state: moments and momenta stay in the host's memory"] = "none"
     reduction: Annotated[
         Literal["ordered", "fast"],
-        "ordered: the same bits every time; fast: whatever the backend does",
+        "how gradients are summed; ordered: in rank order, the same bits every time; fast: by the "
+        "backend's own collective",
     ] = "ordered"
-    dtype: Annotated[Literal["fp32", "bf16"], "of the matrix products; weights stay fp32"] = "fp32"
-    parameters: Annotated[
-        Literal["fp32", "bf16"], "dtype of parameters; bf16: with main parameters in fp32 beside"
-    ] = "fp32"
     bucket_size: Annotated[
-        int | None, "elements that travel together; if not given, by ranks and links"
+        int | None,
+        Flag("elements per bucket of a collective", default="chosen by ranks and links"),
     ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: a GPU if there is one"] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], "auto: a GPU if there is one, else the CPU"
+    ] = "auto"
+
+    state: Annotated[StateWord, "how optimizer state is stored"] = "float32"
+    offload: Annotated[
+        OffloadWord, "state: optimizer state stays in the host's memory between steps"
+    ] = "none"
+    dtype: Annotated[
+        Literal["fp32", "bf16"], "dtype of matrix products in forward and backward"
+    ] = "fp32"
+    parameters: Annotated[
+        Literal["fp32", "bf16"], "dtype of the parameters; bf16 has fp32 main parameters beside"
+    ] = "fp32"
+    compile: Annotated[bool, "compile blocks with torch.compile, where the layout allows it"] = (
+        False
+    )
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        "activations recomputed in backward; selective: all but matrix products and attention; "
+        "full: whole blocks",
+    ] = "none"
 
     context: Annotated[int, "bytes per sequence"] = 64
-    width: Annotated[int, "channels of the model"] = 128
+    width: Annotated[int, "channels of the residual stream"] = 128
     layers: Annotated[int, "transformer layers"] = 4
     heads: Annotated[int, "query heads"] = 4
     kv_heads: Annotated[int, "key and value heads"] = 2
-    moe: Annotated[bool, f"experts in place of one MLP: {ROUTED}, if --experts does not say"] = (
-        False
-    )
-    experts: Annotated[int, "MLPs per layer to choose from; 0: one for all tokens"] = 0
-    active_experts: Annotated[int, "of these, how many a token uses"] = 2
-    expert_size: Annotated[int, "channels in an expert; 0: per token as many as one MLP has"] = 0
+    moe: Annotated[
+        bool, f"mixture of experts in place of one MLP per layer: {ROUTED}, or --experts"
+    ] = False
+    experts: Annotated[int, "experts per layer; 0: one MLP for all tokens"] = 0
+    active_experts: Annotated[int, "experts that each token is sent to"] = 2
+    expert_size: Annotated[
+        int, "channels of an expert; 0: the active experts together are as wide as one MLP"
+    ] = 0
     capacity: Annotated[
-        float, "room of an expert, in even shares of the tokens; 0: for all that come"
+        float,
+        "most tokens of an expert, as a multiple of an even share; 0: no limit, none is dropped",
     ] = 0.0
-    shared_experts: Annotated[int, "experts that every token passes, beside those it chooses"] = 0
-    null_experts: Annotated[int, "experts to choose from that add nothing and cost nothing"] = 0
-    balance_loss: Annotated[float, "coefficient of a loss of uneven use of experts"] = 0.0
-    z_loss: Annotated[float, "coefficient of a loss of large logits of routers"] = 0.0
+    shared_experts: Annotated[int, "experts that every token passes beside those it is sent to"] = 0
+    null_experts: Annotated[
+        int, "experts that a token may be sent to and that compute nothing and add nothing"
+    ] = 0
+    balance_loss: Annotated[float, "coefficient of the loss against uneven use of experts"] = 0.0
+    z_loss: Annotated[float, "coefficient of the loss against large logits of the router"] = 0.0
     expert_products: Annotated[
-        Products, "one kernel for all experts, or one for each; auto: whichever pays"
+        Products,
+        "matrix products of experts; grouped: one kernel for all; loop: one for each; auto: the "
+        "faster one by shape",
     ] = "auto"
-    lora: Annotated[bool, "train low-rank factors of attention (and MLP) matrices alone"] = False
-    lora_rank: Annotated[int, "of these factors"] = 8
-    lora_rule: Annotated[Literal["adamw", "muon"], "what updates them"] = "adamw"
-    dropout: Annotated[float, "share of each branch that is dropped in training"] = 0.0
+    lora: Annotated[
+        bool, "train only LoRA factors of the attention matrices (and of the MLP's)"
+    ] = False
+    lora_rank: Annotated[int, "with --lora: rank of the factors"] = 8
+    lora_rule: Annotated[Literal["adamw", "muon"], "with --lora: rule that updates the factors"] = (
+        "adamw"
+    )
+    dropout: Annotated[float, "probability of dropout at the end of each residual branch"] = 0.0
 
     batch_size: Annotated[int, "sequences per step, of all ranks together"] = 16
     micro_batch: Annotated[
-        int | None, "at most so many at a time on a rank; the rest is added up"
+        int | None,
+        Flag(
+            "most sequences per forward pass of a rank; gradients of several passes are added",
+            default="all of the rank's",
+        ),
     ] = None
     lr: Annotated[float, "peak learning rate"] = 0.02
-    warmup: Annotated[int, "steps in which the learning rate rises to its peak"] = 30
-    final_lr: Annotated[float, "share of the peak that a cosine falls to at the end"] = 0.05
-    weight_decay: Annotated[float, "of Muon and AdamW"] = 0.1
-    momentum: Annotated[float, "Muon's, after its warm-up"] = 0.95
-    first_momentum: Annotated[float, "Muon's, in the first step"] = 0.85
-    momentum_warmup: Annotated[int, "steps between the two"] = 100
-    max_grad_norm: Annotated[float, "gradients are scaled down to this joint norm"] = 1.0
+    warmup: Annotated[
+        int | None,
+        Flag(
+            "steps in which the learning rate rises to its peak",
+            default=f"a tenth of --steps, at most {WARMUP}",
+        ),
+    ] = None
+    final_lr: Annotated[
+        float, "learning rate at the end of the cosine decay, as a share of the peak"
+    ] = 0.05
+    weight_decay: Annotated[float, "weight decay of Muon and AdamW"] = 0.1
+    momentum: Annotated[float, "Muon's momentum after its warm-up"] = 0.95
+    first_momentum: Annotated[float, "Muon's momentum in the first step"] = 0.85
+    momentum_warmup: Annotated[
+        int | None,
+        Flag(
+            "steps in which Muon's momentum rises from the first to the final value",
+            default=f"a third of --steps, at most {MOMENTUM_WARMUP}",
+        ),
+    ] = None
+    max_grad_norm: Annotated[float, "gradients are clipped to this norm of all together"] = 1.0
 
     log_every: Annotated[int, "steps between lines of progress"] = 10
-    eval_every: Annotated[int, "steps between validations"] = 50
-    eval_sequences: Annotated[int, "sequences of each, of all ranks together"] = 64
+    eval_every: Annotated[int, "steps between measurements of the validation loss"] = 50
+    eval_sequences: Annotated[
+        int, "sequences per measurement of the validation loss, of all ranks together"
+    ] = 64
     save_every: Annotated[int, "steps between checkpoints"] = 100
-    keep: Annotated[int, "newest checkpoints that are kept"] = 2
+    keep: Annotated[int, "number of newest checkpoints that are kept"] = 2
 
     def check(self) -> None:
         """Refuse values that cannot run, before anything is made."""
@@ -143,8 +219,10 @@ class Options:
         )  # fmt: skip
         for name in least_one:
             self._need(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("experts", "warmup", "momentum_warmup"):
-            self._need(name, getattr(self, name) >= 0, "at least 0")
+        self._need("experts", self.experts >= 0, "at least 0")
+        for name in ("warmup", "momentum_warmup"):
+            given = getattr(self, name)
+            self._need(name, given is None or given >= 0, "at least 0")
         for name in ("micro_batch", "bucket_size"):
             given = getattr(self, name)
             self._need(name, given is None or given >= 1, "at least 1")
@@ -243,14 +321,18 @@ class Options:
 
     def lr_share(self, step: int) -> float:
         """The share of the peak learning rate in a step, counted from 0: a rise, then a cosine."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        rise = min(WARMUP, self.steps // 10) if self.warmup is None else self.warmup
+        if step < rise:
+            return (step + 1) / rise
+        progress = min(1.0, (step - rise) / max(1, self.steps - rise))
         return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def momentum_at(self, step: int) -> float:
         """Muon's momentum in a step, counted from 0: low while gradients still turn."""
-        share = min(1.0, step / self.momentum_warmup) if self.momentum_warmup else 1.0
+        rise = self.momentum_warmup
+        if rise is None:
+            rise = min(MOMENTUM_WARMUP, self.steps // 3)
+        share = min(1.0, step / rise) if rise else 1.0
         return (1 - share) * self.first_momentum + share * self.momentum
 
 

@@ -12,20 +12,13 @@ import torch
 import benchmarks
 from benchmarks import (
     accuracy,
-    check,
-    check_cost,
     checkpoint,
     fewer_steps_training,
     fine_tuning,
     foreign,
-    gpu_breakdown,
     gpu_training,
-    layer_overlap,
     offload,
-    overlap,
-    plan_tables,
     plan_time,
-    presence,
     qk_clip,
     rivals,
     small_state,
@@ -45,11 +38,8 @@ SCRIPTS = sorted(
     path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()
 )
 RUN_ELSEWHERE = {
-    "fewer_steps": "tests.rules.test_starts",
-    "muon_claims": "tests.bench.test_muon_claims",
-    "muon_schedules": "tests.bench.test_muon_schedules",
+    "fused_qkv": "tests.bench.test_fused_qkv",
     "quintics": "tests.rules.test_quintics",
-    "scaling": "tests.inside.planning.test_scaling",
     "two_hosts": "tests.mesh.test_two_hosts",
     "two_levels": "tests.bench.test_two_levels",
 }
@@ -92,23 +82,6 @@ def test_accuracy(tmp_path, capsys, monkeypatch):
     assert {row["spectrum"] for row in rows} == set(accuracy.SPECTRA)
 
 
-def test_check(tmp_path, capsys):
-    small = {"width": 64, "layers": 1, "vocabulary": 32, "sequences": 1, "tokens": 8}
-    one = check.Options(**small, steps=1, checks=1, optimizers=("AdamW zero2",), out=tmp_path)
-    check.main(one)
-    assert len(written(tmp_path, "check.json")["results"]) == 1
-
-
-def test_check_cost(tmp_path, capsys, monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones(6, 4)
-    monkeypatch.setattr(check_cost, "parameters", lambda device: (params[:1], params[1:]))
-    check_cost.main(check_cost.Options(steps=1, out=tmp_path))  # of so small a step it is too much
-    spent = written(tmp_path, "check_cost_cpu.json")["checks_us"]
-    assert spent["samestep.groups.mistakes:has_process_group"] > 0
-
-
 @twin
 def test_checkpoint(tmp_path, capsys):
     checkpoint.main(checkpoint.Options(parameters=1e4, rounds=2, out=tmp_path))
@@ -143,21 +116,7 @@ def test_fine_tuning(monkeypatch):
 
 def test_foreign(tmp_path):
     with pytest.raises(BadRequestError, match="has no checkout of "):
-        foreign.main(foreign.Options(peers=tmp_path, receipt=tmp_path / "a", table=tmp_path / "b"))
-
-
-@twin
-def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
-    """Ranks are forked here: with torch imported afresh they take seconds to start."""
-
-    def forked(function, arguments, nprocs):
-        torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="fork")
-
-    monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
-    small = {"device": "cpu", "width": 16, "layers": 1, "vocabulary": 8}
-    gpu_breakdown.main(gpu_breakdown.Options(**small, out=tmp_path))
-    content = written(tmp_path, "breakdown.json")
-    assert [case["title"] for case in content["cases"]] == [c.title for c in gpu_breakdown.CASES]
+        foreign.main(foreign.Options(peers=tmp_path, receipt=tmp_path / "a"))
 
 
 def test_gpu_training(tmp_path, capsys, monkeypatch):
@@ -167,14 +126,6 @@ def test_gpu_training(tmp_path, capsys, monkeypatch):
     gpu_training.main(gpu_training.TrainingOptions(**small, steps=3, seeds=(0,), out=tmp_path))
     content = written(tmp_path, "training_gpu.json")
     assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
-
-
-@twin
-def test_layer_overlap(tmp_path, capsys):
-    small = {"tokens": 8, "width": 16, "layers": 1, "hidden": 8, "rounds": 2, "ranks": (2,)}
-    layer_overlap.main(layer_overlap.Options(**small, out=tmp_path))
-    rows = written(tmp_path, "layer_overlap.json")["rows"]
-    assert {row["name"] for row in rows} == {way.name for way in layer_overlap.WAYS}
 
 
 def test_offload(tmp_path, capsys):
@@ -244,33 +195,11 @@ def test_small_state_codes(capsys, monkeypatch):
     assert len(lines) == len(small_state_codes.codes())
 
 
-@twin
-def test_overlap(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(overlap, "SHARDINGS", ("zero2",))
-    monkeypatch.setattr(overlap, "ATTEMPTS", 1)
-    small = {"width": 16, "layers": 2, "vocabulary": 16, "sequences": 1, "tokens": 8}
-    asked = {"rounds": 1, "steps": 3, "clock": "cpu", "links": ("middle",), "only_main": True}
-    overlap.main(overlap.Options(**small, **asked, out=tmp_path))
-    assert written(tmp_path, "overlap.json")["options"]["rounds"] == 1
-
-
-def test_plan_tables(tmp_path, capsys):
-    plan_tables.main(plan_tables.Options(only="muon", out=tmp_path))
-    assert capsys.readouterr().out.count("|") > 10
-
-
 def test_plan_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_time, "MODELS", {"small": plan_time.MODELS["small"]})
     monkeypatch.setattr(plan_time, "SIDES", (32, 64))
     plan_time.main(plan_time.Options(ranks=(2,), rounds=1, clock="cpu", out=tmp_path))
     assert (tmp_path / "plan_time_cpu.json").exists()
-
-
-def test_presence(tmp_path, capsys):
-    presence.main(presence.Options(ranks=(2,), parameters=3, rounds=2, out=tmp_path))
-    times = written(tmp_path, "presence.json")["milliseconds"]["2"]
-    assert len(times) == 2
-    assert min(times) > 0
 
 
 def test_survival(tmp_path, capsys):

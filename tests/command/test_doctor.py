@@ -19,10 +19,18 @@ WAIT = ["--timeout", str(HANG)]
 def test_a_healthy_machine(capsys):
     assert cli.main(["doctor", *WAIT]) == 0
     shown = capsys.readouterr().out
-    for area in ("versions", "backends", "topology", "ranks", "gpus", "kernels", "by default"):
+    for area in (
+        "versions",
+        "backends",
+        "topology",
+        "ranks",
+        "gpus",
+        "kernels",
+        "MuonAdamW(model) by default",
+    ):
         assert f"\n{area}\n" in f"\n{shown}"
     assert f"torch                {torch.__version__}" in shown
-    assert "2 ranks over gloo    a step of MuonAdamW is that of one process, bit for bit" in shown
+    assert "2 ranks over gloo    MuonAdamW steps as one process does, bit for bit" in shown
     assert "plain torch: kernels are for CUDA" in shown
     assert "muon                 24 parameters, 720,896 elements (91.5%) in 24 blocks" in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -52,7 +60,7 @@ def test_ranks_that_take_another_step_are_found(monkeypatch):
     (check,) = checks.ranks(HANG)
     assert (check.state, check.value) == (
         "broken",
-        "a step of MuonAdamW is not that of one process",
+        "MuonAdamW steps otherwise than one process does",
     )
 
 
@@ -63,7 +71,7 @@ def test_ranks_that_fail_are_told(monkeypatch):
     monkeypatch.setattr(checks, "step_on_two_ranks", fails)
     (check,) = checks.ranks(1.0)
     assert check.state == "broken"
-    assert check.value == "1 failed: RuntimeError: no route to host"
+    assert check.value == "1 of 2 ranks failed: RuntimeError: no route to host"
     assert "GLOO_SOCKET_IFNAME" in check.way_out
 
 
@@ -80,7 +88,7 @@ def test_ranks_that_fail_are_told(monkeypatch):
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, 0, "note",
-            "rank 0 of 5, 2 on this host", "every host as many ranks",
+            "rank 0 of 5, 2 on this host", "the same number of ranks on every host",
         ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, 0, "ok", "rank 1 of 2, 2 on this host", ""),
         ({}, 0, "ok", "one process", ""),
@@ -104,7 +112,7 @@ def test_threads_that_take_the_cores_from_each_other(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "8"}.items():
         monkeypatch.setenv(name, value)
     told = {check.name: check for check in checks.topology()}
-    assert told["threads"].way_out.startswith("OMP_NUM_THREADS=2:")
+    assert told["threads"].way_out.startswith("set OMP_NUM_THREADS=2:")
 
 
 def test_versions_that_are_missing_or_old(monkeypatch):
@@ -112,10 +120,15 @@ def test_versions_that_are_missing_or_old(monkeypatch):
     monkeypatch.setattr(checks, "_version", lambda p: None if p in ("rich", "jinja2") else usual(p))
     monkeypatch.setattr(torch, "__version__", "2.8.1+cpu")
     told = {check.name: check for check in checks.versions()}
-    assert told["of commands"].state == "note"
-    assert "without rich, jinja2" in told["of commands"].value
+    assert told["command packages"].state == "note"
+    assert "without rich, jinja2" in told["command packages"].value
     assert told["torch"].state == "broken"
-    assert told["torch"].way_out == 'pip install "torch>=2.9"'
+    assert told["torch"].way_out == "install torch 2.9 or newer, at most 2.13"
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
+    monkeypatch.setattr(checks.sys, "version_info", (3, 15, 0))
+    told = {check.name: check for check in checks.versions()}
+    assert told["torch"].state == told["python"].state == "note"
+    assert told["python"].way_out == "not tested with this version; 3.11 to 3.14 are"
 
 
 def test_what_raises_is_a_finding(monkeypatch):
@@ -147,4 +160,4 @@ def test_what_cannot_be_done(capsys, words):
 def test_a_gpu_takes_a_step():
     told = {check.name: check for check in [*checks.gpus(), *checks.kernels()]}
     assert told["cuda:0"].state == "ok"
-    assert told["step on cuda:0"].value == "kernels"
+    assert told["step on cuda:0"].value == "Triton kernels"

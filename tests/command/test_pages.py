@@ -1,5 +1,6 @@
 """The stored pages are what commands say of themselves, and shells complete by them."""
 
+import re
 import shutil
 import subprocess
 
@@ -26,10 +27,40 @@ def test_stored_pages_are_those_of_the_commands():
         assert max(map(len, page.help.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_has_one_form(name):
+    """Usage, a sentence, examples, options under titles, the exit status."""
+    text = stored_pages()[name].help
+    parts = text.strip().split("\n\n")
+    assert parts[0].startswith(f"usage: samestep {name} [options]")
+    sentence = " ".join(parts[1].split())
+    assert re.fullmatch(r"[A-Z][^.]*\.", sentence), sentence
+    assert parts[-1].startswith("Exit status: 0, ")
+    examples = [part for part in parts if part.startswith("    ")]
+    assert len(examples) == 1
+    lines = examples[0].splitlines()  # of 80 columns: a broken one does not begin with a command
+    assert all(re.match(r"    (torchrun .*-m |source <\()?samestep ", line) for line in lines), (
+        lines
+    )
+    assert all(f"samestep {name}" in line for line in lines)
+    options = text[text.index("\noptions:\n") :].strip().split("\n\n")
+    assert options[0].splitlines()[1:] == [
+        line for line in options[0].splitlines() if line.startswith("  -h, --help")
+    ]
+    for section in options[1:-1]:
+        title, *rest = section.splitlines()
+        assert re.fullmatch(r"[a-z].*:", title), title
+        shown = "\n".join(rest).split("\n  --")
+        assert all(re.search(r"\s{2,}\S.{9}", each, re.DOTALL) for each in shown), shown
+
+
 def test_flags_and_their_values():
-    text = "x [--out PATH]\n --backend {gloo,nccl}  (--out)\n --size {None}|INT [--sp | --no-sp]"
+    text = (
+        "x [--out PATH]\n    torchrun --nproc 2 x\n  -h, --help  shows it\n"
+        "  --backend {gloo,nccl}  (--out)\n  --size {None}|INT  a size\n  --sp, --no-sp  split"
+    )
     assert flags_in(text) == {
-        "--backend": ["gloo", "nccl"], "--no-sp": [], "--out": [], "--size": [], "--sp": [],
+        "--backend": ["gloo", "nccl"], "--help": [], "--no-sp": [], "--size": [], "--sp": [],
     }  # fmt: skip
     assert broken_lines("  one two three   \n\nx", 10) == "  one two\n  three\n\nx\n"
 

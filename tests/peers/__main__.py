@@ -1,39 +1,54 @@
-"""The table of docs/peers.md:  SAMESTEP_PEERS=/path python -m tests.peers > docs/peers.md"""
+"""The receipt of our rules beside classes of other libraries.
 
+    SAMESTEP_PEERS=/path python -m tests.peers > receipts/peers.json
+
+docs/coming_from.md has the largest difference from each library.
+"""
+
+import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.peers.checkouts import FOLDER, PACKAGES, folder
 from tests.peers.classes import ENTRIES, LIMITS, error
 
-TEMPLATE = Path(__file__).with_name("peers.md.in")
-HEAD = ["| peer | theirs | here | shapes | float64 | float32 |", "|---|---|---|---|---|---|"]
+RECEIPT = Path(__file__).parent.parent.parent / "receipts" / "peers.json"
+HEAD = "| library | configurations compared | largest difference, float64 | float32 |"
 
 
 def main() -> None:
     if FOLDER is None:
         sys.exit("set SAMESTEP_PEERS to a folder with the checkouts of peers")
     warnings.simplefilter("ignore")  # theirs
-    lines, notes = list(HEAD), list[str]()
+    rows = []
     for entry in ENTRIES:
         found = [max(error(entry, shape, dtype) for shape in entry.shapes) for dtype in LIMITS]
-        mark = ""
-        if entry.note:
-            notes.append(f"({len(notes) + 1}) {entry.note[0].upper()}{entry.note[1:]}.")
-            mark = f" ({len(notes)})"
-        shapes, errors = ", ".join(entry.shapes), (f"{value:.1e}" for value in found)
-        row = (entry.peer, f"{entry.what}{mark}", entry.said, shapes, *errors)
-        lines.append(f"| {' | '.join(row)} |")
-        sys.stderr.write(f"{lines[-1]}\n")
+        in_64, in_32 = (float(f"{value:.1e}") for value in found)
+        row = {
+            "peer": entry.peer, "theirs": entry.what, "here": entry.said,
+            "shapes": list(entry.shapes), "float64": in_64, "float32": in_32,
+        }  # fmt: skip
+        rows.append(row | ({"note": entry.note} if entry.note else {}))
+        sys.stderr.write(f"{row}\n")
     commits = [*map(_commit, sorted({*PACKAGES.values()})), f"torch {torch.__version__}"]
-    page = TEMPLATE.read_text().format(
-        table="\n".join(lines), notes="\n".join(notes), checkouts=", ".join(commits)
-    )
-    sys.stdout.write(page)
+    made = {"kind": "tests.peers", "checkouts": commits, "rows": rows}
+    sys.stdout.write(json.dumps(made, indent=1) + "\n")
+
+
+def summary(receipt: Mapping[str, Any]) -> list[str]:
+    """A row for each library: how many of its classes, and the largest difference from ours."""
+    lines = [HEAD, "|---|---|---|---|"]
+    for peer in dict.fromkeys(row["peer"] for row in receipt["rows"]):
+        own = [row for row in receipt["rows"] if row["peer"] == peer]
+        in_64, in_32 = (max(row[dtype] for row in own) for dtype in ("float64", "float32"))
+        lines.append(f"| {peer} | {len(own)} | {in_64:.1e} | {in_32:.1e} |")
+    return lines
 
 
 def _commit(package: str) -> str:

@@ -1,4 +1,4 @@
-"""Tries promises and writes their page."""
+"""Tries promises and writes their receipt."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from samestep.lab.common.provenance import machine
 from samestep.tooling.output import write_files
 from tests.promises.layouts import LAYOUTS, OPTIONS
-from tests.promises.page import receipt, render
 from tests.promises.trying import Cell, cells, try_cells
 
 ROOT = Path(__file__).parent.parent.parent
 OUT = ROOT / "out"
 RECEIPT = ROOT / "receipts" / "promises.json"
-PAGE = ROOT / "docs" / "promises.md"
+
+
+def receipt(outcome: dict[Cell, str | None], seconds: float) -> dict[str, Any]:
+    """By name of the promise, option and layout: kept, or what was found."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for cell, broken in outcome.items():
+        options = found.setdefault(cell.promise.name, {})
+        options.setdefault(cell.option, {})[cell.layout] = broken or "kept"
+    return {"kind": "make promises", "ran": machine() | {"seconds": seconds}, "promises": found}
 
 
 def main() -> int:
@@ -24,11 +33,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="part of a subject or of the name of a promise")
     parser.add_argument("--layout", choices=LAYOUTS, nargs="*", default=list(LAYOUTS))
     parser.add_argument("--option", choices=[name or "none" for name in OPTIONS])
-    parser.add_argument("--render", action="store_true", help="the page of the committed receipt")
     args = parser.parse_args()
-    if args.render:
-        PAGE.write_text(render(json.loads(RECEIPT.read_text())))
-        return 0
     chosen = [
         cell
         for cell in cells()
@@ -53,8 +58,8 @@ def main() -> int:
     if len(chosen) == len(cells()) and not broken:
         made = receipt(outcome, time.monotonic() - since)
         text = json.dumps(made, indent=1) + "\n"
-        write_files(OUT, {RECEIPT.name: text.encode(), PAGE.name: render(made).encode()})
-        print(f"wrote {RECEIPT.name} and {PAGE.name} into {OUT.name}/, for receipts/ and docs/")
+        write_files(OUT, {RECEIPT.name: text.encode()})
+        print(f"wrote {RECEIPT.name} into {OUT.name}/, for receipts/")
     return min(broken, 1)
 
 

@@ -1,8 +1,7 @@
-"""What comes before the first step (`ns_start`): bounds, polar factors, and the page of figures."""
+"""What comes before the first step (`ns_start`): bounds and polar factors."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import samestep
-from benchmarks.fewer_steps import WAYS, flops_table, line, main
 from benchmarks.hard_blocks import KINDS, blocks_of
 from benchmarks.survival import judge
 from samestep.rules import muon
@@ -26,7 +24,6 @@ from samestep.rules.orthogonalize import (
 CPU = torch.device("cpu")
 STARTS = ["gram", "aol"]
 SHAPES = [(3, 6), (8, 8), (64, 64), (30, 12)]
-PAGE = Path(__file__).parents[2] / "docs" / "fewer_steps.md"
 FIVE = step_coefficients("polar-express")
 
 
@@ -155,36 +152,3 @@ def test_the_option_reaches_the_step():
         assert (moved[start] - wanted).abs().max() < 1e-4
     assert (moved["gram"] - moved["norm"]).abs().max() > 1e-2
     assert (moved["gram"] - moved["aol"]).abs().max() > 1e-3
-
-
-# --- The page --------------------------------------------------------------------------------
-
-
-def cells(text: str) -> list[float]:
-    return [float(cell) for cell in text.replace("|", "/").split("/")[2:-1]]
-
-
-def test_the_flops_of_the_page():
-    assert "\n".join(flops_table()) in PAGE.read_text()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spectrum", ["gaussian", "low rank + noise", "uneven rows"])
-def test_figures_of_the_page(spectrum, dtype):
-    """Other machines round otherwise, in the third digit of some."""
-    name = str(dtype).removeprefix("torch.")
-    part = PAGE.read_text().split(f"In {name}, median / worst:")[1].split("\nIn ")[0]
-    [shown] = [text for text in part.splitlines() if text.startswith(f"| {spectrum}, 96 x 384 |")]
-    found = cells(line(spectrum, (96, 384), dtype))
-    assert len(found) == 2 * len(WAYS)
-    assert cells(shown) == pytest.approx(found, abs=3e-3)
-
-
-def test_the_command_prints_the_page(monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.fewer_steps.LARGE", (8, 8))
-    monkeypatch.setattr("benchmarks.fewer_steps.SHAPES", ((4, 6),))
-    monkeypatch.setattr("benchmarks.fewer_steps.COUNT", 2)
-    main()
-    shown = capsys.readouterr().out
-    assert "| steep, 4 x 6 |" in shown
-    assert shown.count("median / worst") == 2

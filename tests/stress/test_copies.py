@@ -1,7 +1,6 @@
 """Layouts of DTensors whose copies the optimizer averages: the bits of one process."""
 
 from functools import reduce
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from samestep.lab.stress.command import Session
 from samestep.lab.stress.dtensor_training import KINDS, share_out
-from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, table_of_copies
+from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS
 from samestep.lab.stress.options import Options
 from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS
 from samestep.lab.stress.sharded_training import new_training
@@ -21,7 +20,6 @@ from tests.stress.test_cases import FEWER, run
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
 COPIES = [name for name in LAYOUT_SETS["copies"] if name != "one_process"]
-PAGE = Path(__file__).parents[2] / "docs" / "stress.md"
 # Presence by hand and by models, stacks, groups that come, saving, sums of micro-batches, a scaler:
 # each in the layouts that it is tried in here. `make soak` has all scenarios in all layouts.
 TELLING = {
@@ -162,7 +160,3 @@ def test_they_are_run_when_they_are_named(tmp_path):
 def test_scenarios_that_are_not_known_are_refused(name):
     with pytest.raises(BadRequestError, match=r"--scenario .* is not known"):
         Options(scenario=name).check()
-
-
-def test_the_page_has_the_table_of_layouts():
-    assert table_of_copies() in PAGE.read_text()

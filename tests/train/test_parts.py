@@ -71,7 +71,8 @@ def test_help_shows_every_flag_and_its_default(capsys):
     shown = " ".join(capsys.readouterr().out.split())  # wherever lines end
     assert "usage: samestep train" in shown
     for text in (
-        "--layout {auto,none,zero1,zero2,flat_zero1,flat,fsdp2,hsdp}", "--batch-size INT", "(16)",
+        "--layout {auto,none,zero1,zero2,flat_zero1,flat,fsdp2,hsdp}", "--batch-size INT",
+        "(default: 16)",
     ):  # fmt: skip
         assert text in shown
 
@@ -96,6 +97,20 @@ def test_schedules():
     assert options.momentum_at(500) == pytest.approx(0.95)
     assert Options(warmup=0, momentum_warmup=0).lr_share(0) == 1.0
     assert Options(momentum_warmup=0).momentum_at(0) == pytest.approx(0.95)
+
+
+def test_rises_are_parts_of_short_runs():
+    """A tenth and a third of the steps by default, so that 30 steps are not all warm-up."""
+    short, usual, long = Options(steps=30), Options(steps=300), Options(steps=3000)
+    for options, rise in ((short, 3), (usual, 30), (long, 30)):
+        rates = [options.lr_share(step) for step in range(rise + 2)]
+        assert rates[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+        assert rates[rise] == pytest.approx(1.0)
+        assert rates[rise + 1] < 1.0
+    assert short.lr_share(29) < 0.1
+    for options, rise in ((short, 10), (usual, 100), (long, 100)):
+        assert options.momentum_at(rise - 1) < options.momentum_at(rise) == 0.95
+    assert Options(steps=1).lr_share(0) == 1.0
 
 
 def test_every_epoch_has_every_window_once_in_an_order_of_its_own():

@@ -18,7 +18,7 @@ from samestep.layout.fused_rows import without_wrappers
 
 HOW = (
     "give the names of each group's parameters with --names, or the model with --model "
-    "(docs/convert.md says how)"
+    "(docs/checkpoints.md says how)"
 )
 # What transformers leaves without weight decay: names, and parameters of norms.
 UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)

@@ -9,13 +9,13 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -176,30 +176,37 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True)
 class Options:
-    """Measure from which size on sharding a parameter is faster than updating all of it everywhere.
+    """Measure from which size on sharding a parameter is faster than an all-reduce of its gradient.
 
-    Both ways take turns in the same rounds, with the collectives and the AdamW of the optimizer.
-    The result is the number to give to an optimizer as `crossover`. Ranks are started here, or
-    joined if torchrun has started them:
-
+        samestep bench crossover
         torchrun --nproc-per-node 4 -m samestep bench crossover
+
+    Smaller parameters are updated whole on every rank, larger ones in shards. The result is the
+    value for the optimizer's keyword `crossover`. Ranks are started here, or joined if torchrun has
+    started them.
+
+    Exit status: 0, measured; 1, a rank failed; 2, refused, and the error says why.
     """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "world_size": "ranks",
+        "sizes": "what is measured",
+        "out": "the result",
+    }
 
     world_size: Annotated[int | None, Flag("number of ranks", default="2, or torchrun's")] = None
     backend: Annotated[
         Backend | None,
         Flag(
-            "what carries the data; nccl needs a CUDA device for every rank",
+            "backend of torch.distributed; nccl needs a CUDA device per rank",
             default="nccl if possible, else gloo",
         ),
     ] = None
-    sizes: Annotated[tuple[int, ...], "elements of the parameters to measure"] = tuple(
+    sizes: Annotated[tuple[int, ...], "numbers of elements of the parameters to measure"] = tuple(
         2**power for power in range(6, 21)
     )
-    rounds: Annotated[int, "measurements of each size and way; medians are compared"] = 30
-    reduction: Annotated[Reduction, "as the optimizer's keyword: ordered adds in rank order"] = (
-        "fast"
-    )
+    rounds: Annotated[int, "measurements of each size; medians are compared"] = 30
+    reduction: Annotated[Reduction, "how gradients are summed, as the optimizer's keyword"] = "fast"
     out: Annotated[Path, "folder for crossover.json and crossover.png; made if missing"] = Path(
         "out/crossover"
     )

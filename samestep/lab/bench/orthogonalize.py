@@ -136,14 +136,21 @@ def shape_of(text: str) -> Shape:
 
 @dataclass
 class Options(SharedOptions):
-    """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
+    """Time the orthogonalization of batches of 16-bit matrices on this GPU, in turns.
+
+        samestep bench orthogonalize
+        samestep bench orthogonalize --shape 16x1280x5120 --peer-path ~/dion
+
+    Compares samestep's functions with torch's and other packages'.
+    """
 
     variants: Annotated[tuple[str, ...], who(CONTESTANTS)] = ()
     out: Annotated[Path, FOLDER] = Path("out/bench-orthogonalize")
-    rounds: Annotated[int, "turns of each contestant"] = 10
-    shape: Annotated[tuple[Shape, ...], Flag("batches to orthogonalize, BxMxN", read=shape_of)] = (
-        tuple(map(shape_of, SHAPES))
-    )
+    rounds: Annotated[int, "measurements of each variant; the median counts"] = 10
+    shape: Annotated[
+        tuple[Shape, ...],
+        Flag("batches: matrices x rows x columns", metavar="BxMxN", read=shape_of),
+    ] = tuple(map(shape_of, SHAPES))
 
 
 def parse(words: Sequence[str], prog: str) -> Options:

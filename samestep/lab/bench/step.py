@@ -41,12 +41,19 @@ from samestep.tooling.request import BadRequestError
 
 @dataclass
 class Options(SharedOptions):
-    """Time one optimizer step on this GPU: ours, in several forms, and peers in the same rounds."""
+    """Time one optimizer step on this GPU: samestep's and those of other packages, in turns.
+
+        samestep bench step
+        samestep bench step --set llama-8b-slice --peer-path ~/dion ~/nanochat
+        samestep bench step --device cpu --set tiny    # only to try it
+
+    The floor is the least time that the matrix products and memory traffic of a step can take.
+    """
 
     variants: Annotated[tuple[str, ...], who(CONTESTANTS)] = ()
     out: Annotated[Path, FOLDER] = Path("out/bench-step")
-    rounds: Annotated[int, "turns of each contestant"] = 20
-    set: Annotated[tuple[str, ...], f"parameters to step: {', '.join(SETS)}"] = (
+    rounds: Annotated[int, "measurements of each variant; the median counts"] = 20
+    set: Annotated[tuple[str, ...], f"sets of parameters: {', '.join(SETS)}"] = (
         "gpt-1280",
         "gpt-2048",
     )

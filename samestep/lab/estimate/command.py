@@ -17,6 +17,7 @@ from samestep.lab.common.page import templates
 from samestep.lab.common.provenance import versions
 from samestep.lab.estimate import tables
 from samestep.lab.estimate.cluster import STAGES, Job, Settings, Stage
+from samestep.lab.estimate.decoder import SHAPES
 from samestep.lab.estimate.figures import (
     StageFigures,
     StageNeeds,
@@ -67,13 +68,16 @@ def _no_collection() -> Iterator[None]:
 def _plan(options: Options) -> None:
     since = time.monotonic()
     if not options.model:
-        raise BadRequestError("say which MODEL: `samestep plan --help` lists what it may be")
+        raise BadRequestError(
+            f"MODEL is missing: give a preset ({', '.join(SHAPES)}), a Hugging Face config.json or "
+            "PACKAGE:FACTORY"
+        )
     if options.reserve is not None and not 0 <= options.reserve < 1:
         raise BadRequestError(f"--reserve must be from 0 to below 1, got {options.reserve}")
     if options.remainders and options.dtype != "bfloat16":
         raise BadRequestError(
-            f"--remainders are of bfloat16 parameters, and --dtype {options.dtype} has no main "
-            "copies: leave one of them out"
+            f"--remainders needs bfloat16 parameters, and --dtype is {options.dtype}, which has no "
+            "main parameters: leave one of the two out"
         )
     hardware = find_hardware(options.hardware)
     degrees = read_mesh(options.mesh, options.ranks, sequence_parallel=options.sequence_parallel)
@@ -141,18 +145,23 @@ def _plan(options: Options) -> None:
         content["scaling"] = {"batch": asdict(of_rank), "points": as_json(curve)}
         shown.append(table_of(curve, of_rank))
     gb = f"{hardware.device_memory / 1e9:.0f} GB"
-    console.print(
-        f"{model.name}: {_counted(model.parameters)} parameters on {degrees.world:,} "
-        f"rank{'s' * (degrees.world > 1)} "
-        f"({degrees.name}), {options.sharding}, {hardware.name} ({gb})"
+    about = (
+        f"{model.name} ({_counted(model.parameters)} parameters) on {degrees.world:,} "
+        f"rank{'s' * (degrees.world > 1)} of {hardware.name} ({degrees.name}, {gb}), "
+        f"{options.sharding}"
     )
+    first = verdict.headline(
+        about, figures, hardware.device_memory, activations=has_activations,
+        iteration=batch is not None,
+    )  # fmt: skip
+    console.print(first, soft_wrap=True)
+    console.print(f"{verdict.advice}\n", soft_wrap=True)
     for line in asks:
-        console.print(f"? {line}", soft_wrap=True)
+        console.print(f"note: {line}", soft_wrap=True)
     for table in shown:
         console.print(table.on_screen())
     for line in lacks:
         console.print(f"not counted: {line}", soft_wrap=True)
-    console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
         pairs = zip(figures, timelines, strict=True)
@@ -217,9 +226,9 @@ def _files(
     drawn = gantt(timelines, title)
     memory = memory_bars(every, hardware.device_memory)
     for table in shown:
-        if table.title.startswith("Every stage"):
+        if table.title.startswith("Every sharding"):
             table.show("memory by stage", memory)
-        if table.title.startswith("Time"):
+        if table.title.startswith("Simulated time"):
             table.show("timeline of a step", drawn)
     files = {"timeline.png": drawn, "timeline_trace.json.gz": chrome_trace(timelines)}
     if curve:

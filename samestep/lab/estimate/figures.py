@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
+from samestep.lab.common.numbers import duration, size
 from samestep.lab.estimate.activations import Activations, Batch
 from samestep.lab.estimate.choices import Choices, choices
 from samestep.lab.estimate.cluster import STAGES, Job, Stage
@@ -225,7 +226,37 @@ class Verdict:
     asked: Stage
     fits: bool
     choose: Stage | None
+    advice: str
     text: str
+
+    def headline(
+        self,
+        job: str,
+        stages: Sequence[StageFigures],
+        device_memory: int,
+        *,
+        activations: bool,
+        iteration: bool,
+    ) -> str:
+        """The first line of a plan: whether it fits, and the time and bytes that are simulated.
+
+        job: The model and the ranks, as words.
+        activations: Whether the memory includes activations.
+        iteration: Whether forward and backward are simulated too.
+        """
+        worst = max(stages, key=lambda each: each.peak)
+        slowest = max(stages, key=lambda each: each.step_seconds)
+        sent = max(each.sent for each in stages)
+        of_what = "with activations" if activations else "activations not counted"
+        return (
+            f"{'FITS' if self.fits else 'DOES NOT FIT'}: the fullest rank needs "
+            f"{size(worst.peak)} of {size(device_memory)} "
+            f"({worst.peak / device_memory:.0%}, {of_what}); "
+            f"{duration(slowest.step_seconds)} per "
+            f"{'iteration' if iteration else 'optimizer step'}; "
+            f"{size(sent)} sent per rank and step. "
+            f"Simulated for {job}; nothing was run or measured."
+        )
 
 
 def judge(
@@ -236,31 +267,33 @@ def judge(
     *,
     activations: bool = False,
 ) -> Verdict:
-    """The least sharding whose worst rank leaves the reserve.
+    """Recommend the least sharding whose fullest rank leaves the reserve free.
 
-    activations: whether the peaks have them; if not, the reserve is for them.
+    activations: Whether the peaks include activations; if not, the reserve is for them.
     """
     room = (1 - reserve) * device_memory
     fits = peaks[asked] <= device_memory
     choose = next((stage for stage in STAGES if stage in peaks and peaks[stage] <= room), None)
     share = f"{peaks[asked] / 1e9:,.1f} of {device_memory / 1e9:,.1f} GB"
     percent = f"{peaks[asked] / device_memory:.0%}"
-    apart = "with activations" if activations else "activations apart"
-    lines = [f"{asked}: the worst rank peaks at {share} ({percent})"]
+    apart = "with activations" if activations else "activations not counted"
+    lines = [f"{asked}: the fullest rank needs {share} ({percent})"]
     lines.append(f"it fits, {apart}" if fits else "it does not fit")
+    for_whom = "free" if activations else "free for activations"
     if choose is None:
         least = min(peaks, key=lambda stage: peaks[stage])
-        for_whom = "free" if activations else "for activations"
-        lines.append(
-            f"no stage leaves {reserve:.0%} {for_whom}: {least} needs the least, "
-            f"{peaks[least] / 1e9:,.1f} GB; take more ranks, tensor or pipeline parallel"
+        advice = (
+            f"no sharding leaves {reserve:.0%} {for_whom}: {least} needs the least, "
+            f"{peaks[least] / 1e9:,.1f} GB; use more ranks, tensor or pipeline parallel"
             + (", smaller micro-batches or recomputation" if activations else "")
         )
     else:
-        why = f"{USE[choose]}, at {peaks[choose] / device_memory:.0%} of the memory"
+        advice = (
+            f"recommended: --sharding {choose}, {peaks[choose] / device_memory:.0%} of the memory: "
+            f"{USE[choose]}"
+        )
         before = [stage for stage in STAGES[: STAGES.index(choose)] if stage in peaks]
         if before:
             too_much = ", ".join(f"{s} {peaks[s] / device_memory:.0%}" for s in before)
-            why += f"; less sharding takes more than {1 - reserve:.0%} ({too_much})"
-        lines.append(f"choose {choose}: {why}")
-    return Verdict(asked, fits, choose, "; ".join(lines))
+            advice += f"; less sharding ({too_much}) would not leave {reserve:.0%} {for_whom}"
+    return Verdict(asked, fits, choose, advice, "; ".join([*lines, advice]))

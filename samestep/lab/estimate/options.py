@@ -3,13 +3,16 @@
 Axes are given by name, and checked against each other and against the ranks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from samestep.groups.state_flags import OffloadWord, StateWord
 from samestep.lab.estimate.activations import Batch
+from samestep.lab.estimate.decoder import SHAPES
+from samestep.lab.estimate.hardware import PRESETS
 from samestep.lab.estimate.model import Model, layers_of
 from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
@@ -24,76 +27,127 @@ HOST = 8  # ranks
 
 @dataclass(frozen=True)
 class Options:
-    """Memory, traffic and time of an optimizer step, for any model on any cluster."""
+    """Tell whether a model fits on a cluster, and simulate how long a step takes and what is sent.
+
+        samestep plan llama-7b --mesh dp=8
+        samestep plan config.json --mesh dp=64,tp=8 --batch 4 --sequence 4096
+        samestep plan mypackage.models:make --out out/plan
+        samestep plan --calibrate --world-size 8 --out out    # measure this machine
+
+    Exit status: 0, planned, whether or not it fits; 2, refused, and the error says why.
+    """
+
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "mesh": "the cluster",
+        "sharding": "the optimizer",
+        "tokens": "the work of an iteration",
+        "reserve": "the result",
+        "calibrate": "measuring this machine instead",
+    }
 
     model: Annotated[
         str,
         Flag(
-            "a preset, a Hugging Face config.json, or PACKAGE:FACTORY",
+            f"a preset ({', '.join(SHAPES)}), a Hugging Face config.json, or PACKAGE:FACTORY, a "
+            "function that returns the model",
             metavar="MODEL",
             positional=True,
         ),
     ] = ""
-    mesh: Annotated[str, "axes and sizes: dp=8,tp=2,pp=4,ep=8,replicate=2"] = "dp=8"
-    ranks: Annotated[int | None, "how many there are; the axes must make up that number"] = None
+
+    mesh: Annotated[
+        str,
+        Flag(
+            "sizes of the mesh axes: dp (data), tp (tensor), pp (pipeline), ep (expert), replicate "
+            "(copies, in HSDP)",
+            metavar="AXIS=SIZE,...",
+        ),
+    ] = "dp=8"
+    ranks: Annotated[
+        int | None, "total number of ranks, to check --mesh against; dp is what the others leave"
+    ] = None
+    hardware: Annotated[
+        str,
+        Flag(
+            f"a preset ({', '.join(PRESETS)}), or the file that --calibrate wrote",
+            metavar="NAME|FILE",
+        ),
+    ] = "h200x8"
+
     sharding: Annotated[
         Literal["none", "zero1", "zero2", "zero3"],
-        "zero3 is FSDP2; the others hold whole parameters",
+        "zero1: ranks share optimizer state; zero2: gradients too; zero3: parameters too (FSDP2)",
     ] = "zero2"
-    buffers: Annotated[Literal["per_parameter", "flat"], "how gradients and parameters lie"] = (
-        "per_parameter"
-    )
+    buffers: Annotated[
+        Literal["per_parameter", "flat"],
+        "one buffer per parameter, or flat buffers of many parameters, as in Megatron-LM",
+    ] = "per_parameter"
     offload: Annotated[
-        OffloadWord,
-        "what stays in the host's memory between steps: state comes to the device in windows",
+        OffloadWord, "state: optimizer state stays in the host's memory between steps"
     ] = "none"
-    hardware: Annotated[str, "a preset, or a file that --calibrate wrote"] = "h200x8"
-    rule: Annotated[Literal["muon", "adamw"], "for matrices; the rest is AdamW's"] = "muon"
+    rule: Annotated[
+        Literal["muon", "adamw"], "the rule for hidden matrices; all others are AdamW's"
+    ] = "muon"
     dtype: Annotated[
         Literal["bfloat16", "float32"],
-        "of parameters and gradients; 16-bit parameters have 32-bit main copies",
+        "dtype of parameters and gradients; bfloat16 parameters have fp32 main parameters",
     ] = "bfloat16"
-    state: Annotated[StateWord, "how moments and momentum are kept"] = "float32"
+    state: Annotated[StateWord, "how the optimizer state of each parameter is stored"] = "float32"
     remainders: Annotated[
-        bool, "of main copies keep only the 16 bits that bfloat16 parameters lack"
+        bool,
+        "store main parameters as the 16 bits that bfloat16 lacks: 2 bytes less per element",
     ] = False
     overlap: Annotated[
-        bool, "reduce inside backward, and with flat buffers gather inside the next forward"
+        bool,
+        "reduce gradients during backward, and gather flat buffers during the next forward",
     ] = True
+    bucket_size: Annotated[
+        int | None,
+        Flag("elements per bucket of a collective", default="chosen by ranks and links"),
+    ] = None
+
     tokens: Annotated[
         int,
-        "of one rank per iteration: count activations and what layers send, simulate iterations",
+        "tokens of one rank per iteration: whole iterations are planned, with activations; "
+        "0: the optimizer step alone",
     ] = 0
-    batch: Annotated[int, "the same in sequences, of --sequence tokens each"] = 0
-    sequence: Annotated[int, "tokens of a sequence"] = 0
+    batch: Annotated[int, "sequences of one rank per iteration, in place of --tokens"] = 0
+    sequence: Annotated[int, "tokens per sequence; needed with --batch"] = 0
     micro_batches: Annotated[
-        int, "parts of a rank's batch that run one after the other; 0: as many as pipeline stages"
+        int, "micro-batches of one rank per iteration; 0: as many as pipeline stages"
     ] = 0
     recompute: Annotated[
         Literal["none", "selective", "full"],
-        "what backward computes again: nothing, all but products and attention, whole blocks",
+        "activations recomputed in backward: none; selective: all but matrix products and "
+        "attention; full: whole blocks",
     ] = "none"
-    sequence_parallel: Annotated[bool, "ranks of tp share the sequence between matrices"] = False
-    stages_per_rank: Annotated[int, "of a pipeline: 1 is 1F1B, more are interleaved"] = 1
-    bucket_size: Annotated[
-        int | None, "elements that travel together; chosen by ranks and links if left out"
-    ] = None
+    sequence_parallel: Annotated[
+        bool, "ranks of the tp axis also share the sequence between matrix products"
+    ] = False
+    stages_per_rank: Annotated[
+        int, "pipeline stages on each rank: 1 is 1F1B, more are interleaved"
+    ] = 1
+
     reserve: Annotated[
         float | None,
-        "share of the device's memory to stay free: 0.3 for activations, 0.1 if they are counted",
+        Flag(
+            "share of the device's memory that must stay free for it to fit",
+            default="0.1 if activations are counted, else 0.3",
+        ),
     ] = None
     scaling: Annotated[
         bool,
-        "plan 8, 16, ... 4096 ranks too: dp grows, other axes stay; with --out there is a picture",
+        "also plan 8, 16, ... 4096 ranks, where dp grows and other axes stay; --out adds a picture",
     ] = False
-    calibrate: Annotated[
-        bool, "measure collectives and kernels on this machine and write the hardware file instead"
-    ] = False
-    world_size: Annotated[int, "ranks that --calibrate starts"] = 2
     out: Annotated[
         Path | None,
         "folder for plan.json, plan.html and the timeline; with --calibrate for hardware.json",
     ] = None
+
+    calibrate: Annotated[
+        bool, "measure collectives and kernels here, and write a file for --hardware"
+    ] = False
+    world_size: Annotated[int, "ranks that --calibrate starts"] = 2
 
 
 def read_mesh(text: str, ranks: int | None, *, sequence_parallel: bool = False) -> Degrees:

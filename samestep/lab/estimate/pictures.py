@@ -32,7 +32,7 @@ CURVES: dict[str, Callable[[Point], float]] = {
     "iteration, ms": lambda p: 1e3 * p.iteration,
     "bytes sent, busiest / mean": lambda p: p.sent_ratio,
     "owners' FLOPs, busiest / mean": lambda p: p.owners,
-    "peak of the worst rank, GB": lambda p: p.peak / 1e9,
+    "peak of the fullest rank, GB": lambda p: p.peak / 1e9,
 }
 PANELS = 3  # side by side
 
@@ -71,7 +71,7 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
 
 
 def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
-    """A picture of the worst rank's peak per stage, against the device's memory.
+    """A picture of the fullest rank's peak by sharding, against the device's memory.
 
     With activations there are two moments: below the step, that of forward and backward.
     """
@@ -94,8 +94,8 @@ def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
     ax.axvline(device_memory / 1e9, color="#c8243b", linestyle="--", linewidth=1)
     ax.set_yticks([-row for row in range(len(moments))], [name for name, _ in moments])
     counted = any(needs.activations is not None for needs in every.values())
-    apart = "" if counted else ", activations apart"
-    ax.set_xlabel(f"GB of the worst rank at its peak{apart} (dashed: the device)")
+    apart = "" if counted else ", activations not counted"
+    ax.set_xlabel(f"GB of the fullest rank at its peak, simulated{apart} (dashed: the device)")
     ax.margins(x=0.12)
     ax.spines[["top", "right"]].set_visible(False)
     labels = {part: part.replace("_", " ") for part in MEMORY}

@@ -40,6 +40,26 @@ class Table:
         return table
 
 
+# The operations of a step, by the names of their classes in the plan.
+OPERATIONS = {
+    "Reduce": "Reduce: sum gradients over ranks",
+    "Agree": "Agree: wait for backward, exchange which gradients exist",
+    "Average": "Average: divide summed gradients",
+    "Clip": "Clip: norm and finite check of gradients",
+    "Update": "Update: the rules, Muon and AdamW",
+    "Gather": "Gather: send updated parameters",
+    "Place": "Place: copy what arrived into parameters",
+    "Collect": "Collect: bring blocks to the ranks that own them",
+    "Transform": "Transform: orthogonalize blocks",
+    "GiveBack": "GiveBack: send orthogonalized blocks back",
+    "Sum": "Sum: add up parts of tensors over ranks",
+    "Apply": "Apply: write updates into shards",
+    "Fetch": "Fetch: state from the host",
+    "Return": "Return: state to the host",
+    "Measure": "Measure: sizes of updates for metrics",
+}
+
+
 def memory_table(stages: list[StageFigures], ranks: int) -> Table:
     offloaded = any(each.memory.on_host for each in stages)
     rows = []
@@ -53,7 +73,7 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
         ]  # fmt: skip
         rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
     return Table(
-        "Memory of the worst rank",
+        "Memory of the fullest rank",
         "In a step of the optimizer: gradients when backward is over; buffers (with zero3 units "
         "that FSDP2 has gathered) and temporaries when most is alive. Between steps ranks keep "
         + ", ".join(f"{size(s.least_kept)} to {size(s.most_kept)}" for s in stages[:1])
@@ -80,12 +100,12 @@ def activations_table(stages: list[StageFigures]) -> Table:
         kept = (size(found.kept[name]) if name in found.kept else "-" for _, found in known)
         rows.append([f"kept: {name}", *kept])
     rows.append(["added in backward", *(size(found.passing) for _, found in known)])
-    rows.append(["besides", *(size(each.beside.peak) for each, _ in known)])
+    rows.append(["other than activations", *(size(each.beside.peak) for each, _ in known)])
     rows.append(["peak", *(size(each.model_peak) for each, _ in known)])
     return Table(
-        "Activations of the worst rank",
+        "Activations of the fullest rank",
         "In forward and backward: what forward keeps when most micro-batches wait for their "
-        "backward pass; what the costliest moment of backward adds; and what is there besides: "
+        "backward pass; what the costliest moment of backward adds; and all else: "
         "parameters, state, gradients of other micro-batches, units that FSDP2 has gathered.",
         ["", *(f"stage {each.stage}" for each, _ in known)],
         rows if known else [],
@@ -120,7 +140,8 @@ def owner_table(figures: StageFigures) -> Table:
     ]  # fmt: skip
     return Table(
         "Owners of Muon's blocks",
-        "The busiest rank against the mean; no assignment of whole blocks can beat the bound.",
+        "An owner is the rank that orthogonalizes a block (a matrix) for all. The work of the "
+        "busiest rank over the mean; no assignment of whole blocks can be below the bound.",
         ["axes (ranks)", "blocks", "TFLOP", "busiest / mean", "bound"],
         rows,
     )
@@ -129,7 +150,7 @@ def owner_table(figures: StageFigures) -> Table:
 def choices_table(figures: StageFigures) -> Table:
     return Table(
         "What the plan chose",
-        "For the ranks and links of this hardware, and why.",
+        "Choices for the ranks and links of this hardware, with their reasons.",
         ["", "chosen"],
         [list(line) for line in figures.choices.lines()],
         prose=True,
@@ -138,14 +159,20 @@ def choices_table(figures: StageFigures) -> Table:
 
 def time_table(figures: StageFigures, batch: Batch | None) -> Table:
     """The parts of a step on the slowest rank; with tokens, of an iteration around it."""
-    rows = [[name, duration(seconds)] for name, seconds in figures.parts.items() if seconds > 0]
+    rows = [
+        [OPERATIONS.get(name, name), duration(seconds)]
+        for name, seconds in figures.parts.items()
+        if seconds > 0
+    ]
     rows.append(["all", duration(figures.step_seconds)])
-    rows.append(["exposed communication, mean", duration(figures.exposed_seconds)])
-    rows.append(["waiting for other ranks, mean", duration(figures.idle_seconds)])
+    rows.append(
+        ["mean over ranks: communication that nothing hides", duration(figures.exposed_seconds)]
+    )
+    rows.append(["mean over ranks: waiting for other ranks", duration(figures.idle_seconds)])
     return Table(
-        f"Time of {'an iteration' if batch else 'the optimizer step'} on the slowest rank",
-        "Operations of the schedule; each with what it waits for. Layers: what they send each "
-        "other. Bubble: a stage waits for another one.",
+        f"Simulated time of {'an iteration' if batch else 'the optimizer step'}, slowest rank",
+        "Operations of the schedule, each with the time that it waits for others. Layers: what "
+        "layers send each other. Bubble: a pipeline stage waits for another one.",
         ["operation", "time"],
         rows,
     )
@@ -157,8 +184,8 @@ def stages_table(every: Mapping[Stage, StageNeeds], device_memory: int) -> Table
         for stage, needs in every.items()
     ]
     return Table(
-        "Every stage",
-        "The worst rank at its peak, and the bytes that it sends per step on the average.",
+        "Every sharding",
+        "Peak memory of the fullest rank, and the mean of the bytes that a rank sends per step.",
         ["sharding", "peak", "of the device", "sent per rank"],
         rows,
     )
@@ -168,7 +195,7 @@ def tiles(plan: Mapping[str, Any], figures: StageFigures) -> list[tuple[str, str
     return [
         ("parameters", f"{plan['model']['parameters'] / 1e9:,.4g} B"),
         ("ranks", f"{plan['mesh']['ranks']:,}"),
-        ("peak of the worst rank", size(figures.peak)),
+        ("peak of the fullest rank", size(figures.peak)),
         ("iteration" if plan["tokens"] else "optimizer step", duration(figures.step_seconds)),
         ("exposed communication", duration(figures.exposed_seconds)),
         *([("bubble", f"{plan['bubble']:.0%}")] if plan["bubble"] else []),

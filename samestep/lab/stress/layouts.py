@@ -286,37 +286,6 @@ LAYOUT_SETS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def table_of_copies() -> str:
-    """The layouts of copies as docs/stress.md shows them: copies x parts x buffers x overlap."""
-    lines = [
-        "| layout | copies along | parts along | ranks on 4, on 8 | sharding | buffers | overlap |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for layout in _COPIES:
-        options, sizes, both = layout.options, layout.mesh, len(layout.mesh) > 1
-        ranks = []
-        for world in (4, 8):
-            own = layout.mesh_sizes(world)
-            applies = prod(sizes.values()) == 2 or own["data"] < world
-            ranks.append(" x ".join(map(str, own.values())) if applies else "-")
-        overlap = ["reduction"] * ("overlap_grad_reduce" in options)
-        overlap += ["gather"] * ("overlap_param_gather" in options)
-        sharding = options["sharding"]
-        if "muon_schedule" in options:
-            sharding += f", {options['muon_schedule']}"
-        row = (
-            f"`{layout.name}`",
-            "data; data and expert for what is no expert" if both else "data",
-            "expert and model; model" if both else next(iter(sizes)),
-            ", ".join(ranks),
-            sharding,
-            options.get("buffers", "per parameter"),
-            " and ".join(overlap) or "no",
-        )
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
-
-
 # The hybrid stack: every axis alone, pairs, and all of them. FSDP2 has the ranks that are left.
 _TP, _TP_SP, _EP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"ep": 2}
 _MESHES: tuple[tuple[str, str, dict[str, Any]], ...] = (

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,124 +63,142 @@ MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every mat
 class Options:
     """Look for drift between ranks, layouts and a reference, and prove that it would be found.
 
-    Every scenario runs in every layout on real ranks; replicas and layouts must agree to the bit,
-    and with a float64 reference within tolerances. Ranks are started here, or joined if torchrun
-    has started them. Exit status: 0, clean; 1, drift, divergence or a hang; 2, cannot be done.
+    Every scenario (a pattern of gradients) runs in every layout on real ranks. Replicas and layouts
+    must agree bit for bit, and with a float64 reference within tolerances. Ranks are started here,
+    or joined if torchrun has started them.
 
         samestep stress --quick                     # half a minute
         samestep stress --scenario dist_adamw_muon --world-size 4
-        samestep stress --continue                  # after Ctrl-C, or worse
-        samestep stress --mutants                   # does it catch every known bug?
-        samestep stress --faults                    # is a rank that dies named by the others?
-        samestep stress --optimizer mine.py:make    # does an optimizer of somebody else hold?
-        samestep stress --compare A.json B.json     # what changed between two?
+        samestep stress --continue                  # after Ctrl-C, or a crash
+        samestep stress --mutants                   # is every known bug found?
+        samestep stress --faults                    # is a dead rank named?
+        samestep stress --optimizer mine.py:make    # check your own optimizer
+        samestep stress --compare A.json B.json     # compare two receipts
+
+    The result is a receipt: receipt.json, the record of what was asked, run and measured.
+
+    Exit status: 0, clean; 1, drift, divergence or a hang; 2, refused, and the error says why.
     """
 
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "quick": "what is run",
+        "world_size": "ranks and devices",
+        "steps": "steps and comparisons",
+        "lanes": "the run",
+        "mutants": "other runs instead",
+        "optimizer": "an optimizer other than samestep's",
+        "compare": "reports, without a run",
+    }
+
     quick: Annotated[
-        bool, "the cases that tell most, for a few steps; what is asked beside it is kept"
+        bool, "run a short selection of scenarios and layouts; other options still apply"
     ] = False
     scenario: Annotated[
-        str, Flag("what happens to the gradients; --list shows all", metavar="NAME,...|all")
+        str, Flag("scenarios, or all; --list shows them", metavar="NAME,...|all")
     ] = "all"
     layout: Annotated[
         str,
         Flag(
-            "where state and work live; --list shows all. copies: DTensors that have some "
-            "elsewhere",
+            "the layout, or all; copies: the layouts of DTensors that are replicated on an axis; "
+            "--list shows them",
             metavar="NAME|all|copies",
         ),
     ] = "all"
+    model: Annotated[
+        str,
+        Flag(
+            "model of the scenarios that take any: tiny, gpt, or a function that returns one",
+            metavar="tiny|gpt|PATH:FACTORY",
+        ),
+    ] = "tiny"
+    seed: Annotated[int, "seed of models and gradients"] = 0
+
     world_size: Annotated[int | None, Flag("number of ranks", default="2, or torchrun's")] = None
     backend: Annotated[
         Backend | None,
         Flag(
-            "what carries the data; nccl needs a CUDA device for every rank, or --share-gpus",
-            default="nccl under torchrun if possible",
+            "backend of torch.distributed; nccl needs a CUDA device per rank, or --share-gpus",
+            default="nccl under torchrun with a GPU per rank, else gloo",
         ),
     ] = None
     share_gpus: Annotated[
-        bool, "with nccl: several ranks may have one GPU. Shows correctness and order, never speed"
+        bool, "with nccl: several ranks may share a GPU, which tests correctness and not speed"
     ] = False
     device: Annotated[
         Device | None,
         Flag(
-            "where ranks compute. Over gloo several may share a GPU. xla: one program, a device a "
-            "rank",
-            default="cuda with nccl",
+            "where ranks compute; with gloo several may share a GPU; xla: one process for all "
+            "devices",
+            default="cuda with nccl, else cpu",
         ),
     ] = None
-    steps: Annotated[int, "optimizer steps of every case"] = 1000
+
+    steps: Annotated[int, "optimizer steps of every case (a scenario in a layout)"] = 1000
     other_steps: Annotated[
         int | None,
         Flag(
-            "steps of all but dist_adamw_muon and dist_adamw_muon_random without flat buffers",
+            "steps of all cases but dist_adamw_muon and dist_adamw_muon_random without flat "
+            "buffers",
             default="as --steps",
         ),
     ] = None
     sample_every: Annotated[int, "steps between comparisons"] = 100
     reduction: Annotated[
         Reduction,
-        "as the optimizer's keyword. Ordered sums must be exactly equal, fast ones within limits",
+        "the optimizer's keyword; ordered sums are compared bit for bit, fast ones within limits",
     ] = "ordered"
-    seed: Annotated[int, "of models and gradients"] = 0
-    model: Annotated[
-        str,
-        Flag(
-            "for scenarios that take any model: mypackage.mymodule:make_model, or "
-            "file.py:make_model",
-            metavar="tiny|gpt|PATH:FACTORY",
-        ),
-    ] = "tiny"
-    watchdog: Annotated[float, "seconds that a collective may take before it counts as a hang"] = (
-        10.0
-    )
-    lanes: Annotated[int, "scenarios that run side by side, each on ranks of its own"] = 1
+    watchdog: Annotated[float, "seconds after which a collective counts as hanging"] = 10.0
+
+    lanes: Annotated[int, "cases that run at the same time, each on ranks of its own"] = 1
     goes_on: Annotated[
         bool,
         Flag(
-            "go on with an unfinished run of the same request in --out: run only the cases it "
-            "lacks",
+            "resume the unfinished run of the same request in --out, with the cases it lacks",
             name="continue",
         ),
     ] = False
     out: Annotated[Path, "folder for receipt.json and report.html; made if missing"] = Path(
         "out/stress"
     )
+
     mutants: Annotated[
-        bool, "run the known bugs instead: each must be caught by the check that its story names"
+        bool,
+        "run known bugs: each is put into the optimizer, and the check that it names must fail",
     ] = False
     mutant: Annotated[
         str | None,
         Flag(
-            "run these known bugs alone; --list shows all",
+            "run only these known bugs; --list shows them",
             metavar="NAME,...",
             default="all of --mutants",
         ),
     ] = None
     faults: Annotated[
-        bool, "have ranks killed, stopped and led astray instead: the others must end and name them"
+        bool, "kill, stop and mislead ranks: the other ranks must end in time and name them"
     ] = False
+
     optimizer: Annotated[
         str | None,
         Flag(
-            "run factory(model), an optimizer of somebody else, on 2, 3 and 4 gloo ranks "
-            "for 8 steps",
+            "function that is given a model and returns its optimizer, to run on 2, 3 and 4 gloo "
+            "ranks for 8 steps",
             metavar="PATH:FACTORY",
             default="samestep's own",
         ),
     ] = None
     grads: Annotated[
         Grads,
-        "with --optimizer: it gets the mean; its rank's own, to average; or what DDP leaves",
+        "with --optimizer: its gradients are the mean of all ranks (reduced), each rank's own "
+        "(local), or DDP's (ddp)",
     ] = "reduced"
     tolerance: Annotated[
         float,
-        "with --optimizer: how far it may be from a single process, as a part of the way it went",
+        "with --optimizer: largest distance from a single process, relative to how far parameters "
+        "moved",
     ] = TOLERANCE
-    compare: Annotated[
-        tuple[Path, Path] | None, "say what changed between two receipts, and run nothing"
-    ] = None
-    list: Annotated[bool, "show the scenarios, layouts and mutants, and run nothing"] = False
+
+    compare: Annotated[tuple[Path, Path] | None, "show what changed between two receipts"] = None
+    list: Annotated[bool, "show all scenarios, layouts and known bugs"] = False
 
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""

@@ -32,7 +32,7 @@ from samestep.train.options import LAYOUTS as TRAIN_LAYOUTS
 from samestep.update.plain import Operand
 from tests.ranks import run_forked
 
-PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[3] / "docs" / "dev" / "architecture.md"
 
 
 class KeptByFirst(ShardValues, Placement):

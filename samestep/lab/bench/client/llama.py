@@ -259,17 +259,25 @@ HEAD_WIDTH = 64
 
 @dataclass
 class Options(ClientOptions):
-    """Train a Llama with main weights: ours, torch's AdamW, and dion's Muon."""
+    """Train a Llama with samestep's optimizers, torch's AdamW and dion's Muon, and compare them.
+
+        samestep bench client llama --peer-path ~/dion
+        samestep bench client llama --device cpu --layers 2 --steps 20 --batch 2
+
+    Models start from the same weights and see the same batches. bfloat16 parameters have fp32 main
+    parameters, but in the variants that are called 16bit.
+    """
 
     variants: Annotated[tuple[str, ...], who(contestants())] = ()
     out: Annotated[Path, FOLDER] = Path("out/bench-llama")
-    dtype: Annotated[Dtype | None, "of the passes"] = "bfloat16"
+    layers: Annotated[int, "transformer layers; --width sets the width"] = 12
+    dtype: Annotated[Dtype | None, "dtype of parameters, forward and backward"] = "bfloat16"
     model: Annotated[
         Literal["transformers", "builtin"],
-        "whose: transformers or builtin, the same shapes written out here",
+        "transformers: LlamaForCausalLM of that package; builtin: the same shapes without it",
     ] = "transformers"
-    width: Annotated[int, "channels"] = 768
-    lr: Annotated[float, "peak learning rate of all"] = 1e-3
+    width: Annotated[int, f"channels of the residual stream, a multiple of {HEAD_WIDTH}"] = 768
+    lr: Annotated[float, "peak learning rate of every variant"] = 1e-3
 
     @property
     def shape(self) -> LlamaShape:

@@ -144,13 +144,19 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
 
 @dataclass
 class Options(ClientOptions):
-    """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
+    """Train nanochat's model with its own optimizer and with samestep's; compare loss and time.
+
+        samestep bench client nanochat --peer-path ~/nanochat
+        samestep bench client nanochat --peer-path ~/nanochat --layers 20 --seeds 0
+
+    nanochat itself comes from the checkout that --peer-path names.
+    """
 
     variants: Annotated[tuple[str, ...], who(contestants())] = ()
     out: Annotated[Path, FOLDER] = Path("out/bench-nanochat")
     lr_scale: Annotated[
         float,
-        "times every learning rate; its training script would take sqrt(bytes of a step / 524288)",
+        "factor of every learning rate; nanochat's own script uses sqrt(bytes of a step / 524288)",
     ] = 1.0
 
 

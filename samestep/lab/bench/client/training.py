@@ -13,12 +13,12 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from samestep.lab.bench.gpu.measure import (
     times_of,
 )
 from samestep.lab.bench.gpu.options import Contestant, SharedOptions, at_least, read
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Flag
 from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
 
 # What every client can be asked
@@ -46,19 +46,30 @@ DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch
 class ClientOptions(SharedOptions):
     """The schedule and sizes of a client's training."""
 
-    warmup: Annotated[int, "turns that are not counted"] = 10
-    layers: Annotated[int, "of the model; the width follows"] = 12
-    steps: Annotated[int, "of each training"] = 500
-    batch: Annotated[int, "sequences of a step"] = 16
-    sequence: Annotated[int, "bytes of a sequence"] = 1024
+    SECTIONS: ClassVar[Mapping[str, str]] = {
+        "variants": "what is compared, and where",
+        "layers": "the model and its training",
+    }
+
+    warmup: Annotated[int, "first steps, whose times are not counted"] = 10
+    layers: Annotated[int, "transformer layers; the width is 64 channels per layer"] = 12
+    steps: Annotated[int, "optimizer steps of each training"] = 500
+    batch: Annotated[int, "sequences per step"] = 16
+    sequence: Annotated[int, "bytes per sequence"] = 1024
     every: Annotated[int, "steps between losses on the screen"] = 50
     seeds: Annotated[
-        tuple[int, ...], "each decides the initial weights and the batches of one training"
+        tuple[int, ...], "one training for each; a seed decides initial weights and batches"
     ] = (0, 1, 2)
-    dtype: Annotated[Dtype | None, "of the passes (bfloat16; float32 on a CPU)"] = None
-    compile: Annotated[bool | None, "compile the model (on CUDA; not on a CPU)"] = None
+    dtype: Annotated[
+        Dtype | None,
+        Flag("dtype of forward and backward", default="bfloat16; float32 on a CPU"),
+    ] = None
+    compile: Annotated[
+        bool | None, "run the model through torch.compile (default: on CUDA, not on a CPU)"
+    ] = None
     data: Annotated[
-        Path | None, "a file to train on (the sources of Python's standard library)"
+        Path | None,
+        Flag("file to train on, read as bytes", default="Python's standard library"),
     ] = None
 
     @property

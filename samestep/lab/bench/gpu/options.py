@@ -2,11 +2,11 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -32,10 +32,10 @@ def who(contestants: Sequence[Contestant]) -> str:
     left_out = [contestant.name for contestant in contestants if not contestant.default]
     names = ", ".join(contestant.name for contestant in contestants)
     unless = f"all but {' and '.join(left_out)}" if left_out else "all"
-    return f"who takes part: {names} ({unless})"
+    return f"the optimizers or functions to compare: {names} (default: {unless})"
 
 
-FOLDER = "folder for results; made if missing"  # the help of `--out`
+FOLDER = "folder for the receipt, the picture and the page; made if missing"  # the help of `--out`
 
 
 @dataclass
@@ -44,14 +44,19 @@ class SharedOptions:
 
     command = ""  # as it was given; no flag, since it has no type
 
+    SECTIONS: ClassVar[Mapping[str, str]] = {"variants": "what is measured, and where"}
+
     variants: Annotated[tuple[str, ...], who(())] = ()
-    warmup: Annotated[int, "turns that are not counted"] = 3
+    warmup: Annotated[int, "first rounds, which are not counted"] = 3
     peer_path: Annotated[
         tuple[Path, ...],
-        "a checkout of nanochat, dion, gram-newton-schulz or modded-nanogpt; may be given several times",
+        "checkouts of nanochat, dion, gram-newton-schulz or modded-nanogpt; without them these "
+        "are left out",
     ] = ()
     out: Annotated[Path, FOLDER] = Path("out")
-    device: Annotated[Literal["cuda", "cpu"], "cpu: only to try it"] = "cuda"
+    device: Annotated[
+        Literal["cuda", "cpu"], "cpu only tries the command; its times mean nothing"
+    ] = "cuda"
 
 
 OptionsT = TypeVar("OptionsT", bound=SharedOptions)

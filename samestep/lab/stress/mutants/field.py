@@ -1,4 +1,4 @@
-"""Bugs that were reported to other projects, as patches of this one: docs/field_bugs.md has links.
+"""Bugs that were reported to other projects, as patches of this one: docs/prove.md has links.
 
 Those that others have too are in the files beside this one.
 """

@@ -4,7 +4,7 @@ A small GPT learns the Python source of the standard library byte by byte, with 
 tuned on another kind of text, the manual in `pydoc_data/topics.py`, which it has not seen: all
 weights, or factors of LoRA alone; with AdamW, or with Muon for the matrices. Each way has the same
 few learning rates, and the best on the new task counts. Writes a receipt and prints the table of
-docs/fine_tuning.md.
+docs/rules.md.
 """
 
 import copy

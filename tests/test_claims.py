@@ -223,9 +223,7 @@ def test_faults_are_named(backend, late):
 
 def test_fine_tuning():
     """The page has the table of its receipt."""
-    assert (
-        fine_tuning.table(result("fine_tuning")) in (ROOT / "docs" / "fine_tuning.md").read_text()
-    )
+    assert fine_tuning.table(result("fine_tuning")) in (ROOT / "docs" / "rules.md").read_text()
 
 
 def test_checkpoints_between_layouts():

@@ -235,7 +235,7 @@ def without_a_reader(arguments):
         ["--help"],
         ["stress", "--help"],
         ["--version"],
-        ["recipes", "--page"],  # writes to the stream
+        ["recipes"],  # writes to the stream
         ["stress", "--list"],  # through rich
         ["mesh", "--world-size", "2"],
     ],

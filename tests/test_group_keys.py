@@ -509,3 +509,11 @@ def test_maximize_goes_the_other_way():
             opt.step()
             ends.append(param.detach())
         assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", [samestep.MuonAdamW, samestep.AdamW])
+def test_a_group_may_have_a_generator(kind: type[torch.optim.Optimizer]):
+    """As in torch: it is looked at more than once here."""
+    model = nn.Linear(4, 4)
+    opt = kind([{"rule": "adamw", "params": model.parameters()}])
+    assert opt.param_groups[0]["params"] == list(model.parameters())

@@ -13,6 +13,7 @@ from tests.test_docs import DOCS, run_page
 PAGES = {
     "../README": 2,
     "start": 1,
+    "rules": 1,
     "several_gpus": 2,
     "fsdp2": 4,
     "hybrid": 4,

@@ -2,7 +2,7 @@
 
 The same two executions as in `samestep.rules.orthogonalize`, which has the formulas. Blocks, Gram
 matrices and polynomials are float16, sums float32: in bfloat16 a polynomial of several steps, which
-is as large as 33, would be rounded by more than singular values may move (docs/rules.md). The first
+is as large as 33, would be rounded by more than singular values may move (`rules.basin`). The first
 Gram matrix and polynomial carry the scale that brings a block to unit norm, so that scaling costs
 no pass over memory.
 

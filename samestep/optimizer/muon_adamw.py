@@ -497,7 +497,19 @@ def _listed(params: Params) -> Params:
             "params must be a model, parameters, (name, parameter) pairs or a list of group dicts, "
             f"got {checks.shown(params)} of type {type(params).__name__}"
         )
-    return list(params) if isinstance(params, Iterator) else params
+    if isinstance(params, Iterator):
+        params = list(params)
+    if isinstance(params, list | tuple) and any(map(_has_iterator, params)):
+        return [
+            {**item, "params": list(item["params"])} if _has_iterator(item) else item
+            for item in params
+        ]
+    return params
+
+
+def _has_iterator(item: Any) -> bool:
+    """Whether it is a group dict whose parameters can be looked at once: `model.parameters()`."""
+    return isinstance(item, Mapping) and isinstance(item.get("params"), Iterator)
 
 
 def _sorted_out(

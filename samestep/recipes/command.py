@@ -1,10 +1,10 @@
-"""`samestep recipes`: what is known of each architecture, as the table of docs/recipes.md."""
+"""`samestep recipes`: what is known of each architecture, as a table."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.request import BadRequestError, Flag
@@ -52,23 +52,6 @@ PUBLISHED: dict[str, dict[str | None, dict[str, Any]]] = {
 }  # fmt: skip
 PUBLISHED["deepseek_v3"] = {"DeepSeek-V3": PUBLISHED["deepseek_v2"]["DeepSeek-V2"]}
 
-PAGE = """\
-# Recipes
-
-What `samestep.MuonAdamW(model)` knows of an architecture beside names and shapes. The recipe is
-found from `model.config.model_type`, also of a model inside of yours; `recipe="mixtral"` asks for
-one, and `recipe=None` for none. `overrides=` win over it, and `samestep.recipes.overrides(model)`
-gives the same for an optimizer that is given named parameters. `print(opt.table())` shows for
-every parameter what was decided, and why.
-
-Rows are outputs, also of weights that are stored as (in, out): [routing.md](routing.md) tells of
-`split_sizes` and `transposed`. Everything that no line names is routed as in any model; experts of
-models without a recipe are found by names and shapes, with a warning. This page is written by
-`samestep recipes --page`; lines are tested on transformers' own classes against lists written by
-hand, and steps against those of separate matrices (`tests/test_recipes.py`).
-
-"""
-
 
 @dataclass(frozen=True)
 class Options:
@@ -81,8 +64,6 @@ class Options:
     orthogonalizes apart.
     """
 
-    SECTIONS: ClassVar[Mapping[str, str]] = {"page": "what is printed"}
-
     names: Annotated[
         tuple[str, ...],
         Flag(
@@ -91,7 +72,6 @@ class Options:
             positional=True,
         ),
     ] = ()
-    page: Annotated[bool, "print the page of the documentation instead"] = False
 
 
 def run(options: Options) -> int:
@@ -99,21 +79,18 @@ def run(options: Options) -> int:
         if name not in RECIPES:
             raise BadRequestError(f"there is no recipe {name!r}; there is: {', '.join(RECIPES)}")
     names = options.names or list(RECIPES)
-    sys.stdout.write(page() if options.page else "\n".join([*table(names), ""]))
+    plain = [name for name in names if not _lines(name)]
+    lines = table([name for name in names if name not in plain])
+    if plain:
+        lines += ["", f"Nothing is fused, stacked or a router in {', '.join(plain)}."]
+    sys.stdout.write("\n".join([*lines, ""]))
     return 0
-
-
-def page() -> str:
-    """The text of docs/recipes.md."""
-    plain = [name for name in RECIPES if not _lines(name)]
-    lines = table([name for name in RECIPES if name not in plain])
-    names = ", ".join(f"`{name}`" for name in plain)
-    end = f"Nothing is fused, stacked or a gate in {names}: every matrix is a parameter of its own."
-    return PAGE + "\n".join([*lines, "", end, ""])
 
 
 def table(names: Sequence[str]) -> list[str]:
     """A line for each line of the recipes."""
+    if not names:
+        return []
     rows = [
         "| `model_type` | parameters | what | rule | `split_sizes` | stored |",
         "|---|---|---|---|---|---|",

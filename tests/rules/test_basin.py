@@ -380,35 +380,3 @@ def test_the_battery_runs_and_fails_when_bounds_are_broken(tmp_path, monkeypatch
     )
     assert main(options) == 1
     assert "out of bounds" in capsys.readouterr().out
-
-
-# --- The document ----------------------------------------------------------------------------
-
-
-def document_lines():
-    """The rows of docs/rules.md that have numbers of the analysis."""
-    for method, title in (("polar-express", "Polar Express"), ("newton-schulz", "Newton-Schulz")):
-        table = as_table(step_coefficients(method, 5))
-        basin = basin_of(table, POLYNOMIALS[method].norm_factor)
-        for k in range(6):
-            cells = [f"{of[k]:.4f}" for of in (basin.largest, basin.edge, basin.margin)]
-            for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                before = basin.largest[k - 1]
-                cells.append(
-                    f"{noise_of(table, k - 1, k, dtype, few_rows=True, largest=before).total:.2g}"
-                    if k
-                    else ""
-                )
-            yield f"| {title} | {k} | {' | '.join(cells)} |"
-        for start, stop in ((0, 2), (2, 5)):
-            cells, before = [f"{basin.margin[stop]:.3f}"], basin.largest[start]
-            for few in (False, True):
-                noise = noise_of(table, start, stop, torch.float16, few_rows=few, largest=before)
-                cells += [f"{part:.3f}" for part in (noise.factor, noise.gram, noise.total)]
-            yield f"| {title} | {start} to {stop} | {' | '.join(cells)} |"
-
-
-def test_the_document_has_the_numbers_of_the_analysis():
-    text = (Path(samestep.__file__).parents[1] / "docs" / "rules.md").read_text()
-    for line in document_lines():
-        assert line in text

@@ -32,11 +32,15 @@ STEPS = 4  # plans and views are made by then; models are looked at before the 1
 
 
 class Way(NamedTuple):
-    """Code that was passed: its files, its functions, and all lines of these functions."""
+    """Code that was passed: its files, its functions, and all lines of these functions.
+
+    longest: the lines of the longest function.
+    """
 
     files: list[str]
     functions: int
     lines: int
+    longest: int
 
     def __str__(self) -> str:
         counts = f"{len(self.files)} files, {self.functions} functions, {self.lines} lines"
@@ -68,7 +72,8 @@ class Passed:
         codes = [(file, code) for file, code in codes if file.startswith(folder)]
         functions = [code for _, code in codes if not code.co_name.startswith("<")]
         lines = {(file, line) for file, code in codes for line in lines_of(code)}
-        return Way(sorted({file for file, _ in codes}), len(functions), len(lines))
+        longest = max((len(lines_of(code)) for code in functions), default=0)
+        return Way(sorted({file for file, _ in codes}), len(functions), len(lines), longest)
 
 
 def lines_of(code: CodeType) -> range:

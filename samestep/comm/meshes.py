@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.exchange import launch_gather
 from samestep.comm.groups import RankGroup, registry
-from samestep.comm.presence import ReplicatedHere
+from samestep.comm.replicated_votes import ReplicatedHere
 from samestep.layout.boxes import Box, Cut, Shape, all_boxes, local_box, replicas
 from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import RankBoxes, by_box, whole, whole_on

@@ -7,14 +7,12 @@ a DTensor have the same gradients of it.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm.collectives import CollectiveError, maximum
+from samestep.comm.collectives import maximum
 from samestep.comm.diagnosis import watch
 from samestep.comm.diagnosis.flight import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
@@ -27,6 +25,9 @@ from samestep.comm.integrity.checksum import sum_of_words, text_checksum
 from samestep.plan.replicated_gradients import ReplicatedAlong
 from samestep.tooling.warn import some
 
+if TYPE_CHECKING:
+    from samestep.comm.replicated_votes import ReplicatedHere
+
 PROBLEM_CODES = 2  # numbers in which a rank tells of its problem
 _CODES = PROBLEM_CODES + 4  # and whether it dropped gradients, and what it is about to do
 _WAY_OUT = (
@@ -34,7 +35,6 @@ _WAY_OUT = (
     "looks at a loss, such as ReduceLROnPlateau, has to be given the same on every rank (the mean "
     "over ranks)"
 )
-_TOLD = "_told_to_other_ranks"  # of an error
 _NOTHING = -(1 << 63)  # below all that anybody says
 CALL = "call"  # in lines of what ranks are about to do
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
@@ -236,99 +236,6 @@ class Drops(NamedTuple):
     again: bool
 
 
-class JointCall(AbstractContextManager["JointCall"]):
-    """A call that all ranks make together: an error of one is raised by all, in place of a hang.
-
-    Inside comes first what may fail on one rank alone, then `ready()`, then what changes something
-    or waits for others. On an error before that others hear of it where they are ready.
-
-    Args:
-        agree: Tells other ranks of a problem, or of none, and raises if any has one. Collective.
-    """
-
-    def __init__(self, agree: Callable[[RankFailure | None], None]) -> None:
-        self._agree = agree
-        self._agreed = False
-
-    def ready(self) -> None:
-        """Wait until all ranks are; raises on all of them if any is not."""
-        if not self._agreed:
-            self._agreed = True
-            self._agree(None)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        heard_of = (CollectiveError, RankProblemError, RanksDisagreeError)  # by all ranks
-        if not isinstance(error, Exception) or isinstance(error, heard_of) or self._agreed:
-            return
-        if getattr(error, _TOLD, False):  # in a call inside of this one
-            return
-        self._agreed = True
-        setattr(error, _TOLD, True)
-        try:
-            self._agree(RankFailure(error))
-        except Exception as raised:
-            if raised is not error:
-                raise
-
-
-def agree_among(
-    groups: Sequence[RankGroup], call: Call, problem: RankFailure | None, device: torch.device
-) -> None:
-    """Raise on every rank if any has a problem, where no plan has been agreed on yet.
-
-    groups: one after the other they reach every rank.
-    """
-    for group in groups:
-        problem = any_problem(problem, group, sent_from(group, device), call)
-    if problem is not None:
-        raise problem.error
-
-
-def sent_from(group: RankGroup, device: torch.device) -> torch.device:
-    """The device for small messages: the host, unless only the device's backend is there."""
-    on_host = "cpu:" in str(dist.get_backend_config(group.handle))
-    return torch.device("cpu") if on_host else device
-
-
-class ReplicatedHere(NamedTuple):
-    """Parameters replicated along the axes of a mesh, and the line of each that this rank is in.
-
-    ranks: those that hold any of it. way_out: for whoever has given some of them no gradient.
-    """
-
-    along: tuple[ReplicatedAlong, ...]
-    lines: tuple[int, ...]
-    ranks: RankGroup
-    way_out: str
-
-    @property
-    def elements(self) -> int:
-        return sum(each.elements for each in self.along)
-
-    def votes(self, whole: Callable[[int, int], bool]) -> Tensor:
-        """The votes of this rank, (elements,); `whole`: whether a gradient is, along an axis."""
-        found = [
-            each.votes([whole(param, each.axis) for param in each.params], line, self.ranks.rank)
-            for each, line in zip(self.along, self.lines, strict=True)
-        ]
-        return torch.cat(found)
-
-    def refuse_difference(self, votes: Tensor, names: Sequence[str], *, late: bool) -> None:
-        """Raise if ranks with copies have not said the same; `late`: they have stepped since."""
-        parts = torch.split(votes, [each.elements for each in self.along])
-        for each, part in zip(self.along, parts, strict=True):
-            found = each.difference(part)
-            if found is not None:
-                has, lacks = self.ranks.members[found.has], self.ranks.members[found.lacks]
-                then = "no rank took the step"
-                if late:
-                    then = "these copies are not the same any more: go back to a checkpoint"
-                raise RankProblemError(
-                    f"rank {has} has the gradient of {names[found.param]!r}, and rank {lacks}, "
-                    f"which holds a copy of the same values, has not: {then}. {self.way_out}"
-                )
-
-
 class PresenceAgreement:
     """The answers of all ranks, step after step."""
 
@@ -337,7 +244,7 @@ class PresenceAgreement:
         names: Sequence[str],
         groups: Sequence[RankGroup],
         device: torch.device,
-        replicated: ReplicatedHere | None = None,
+        replicated: "ReplicatedHere | None" = None,
         *,
         waits: bool = False,
     ) -> None:
@@ -348,6 +255,9 @@ class PresenceAgreement:
         self._rank = groups[0].members[groups[0].rank]
         self._device = device
         self._replicated = replicated
+        self._codes_of_drops = {True: (self._rank + 1, 0), False: (0, self._rank + 1)}
+        copies = () if replicated is None else replicated.along
+        self._elements = presence_elements(len(names), copies)  # as the estimate counts them
         self._on_their_way: deque[_Said] = deque()
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
         self.dropped = False  # whether all ranks are to agree on what they dropped
@@ -373,45 +283,56 @@ class PresenceAgreement:
         Raises on every rank if any rank has a problem, ranks are not about to do the same, or ranks
         with copies do not have the same.
         The host does not wait for a GPU, unless it `waits`: what is present here is present
-        anywhere, the rest stays on the device, and what is to be raised is read at a later step,
-        when it has arrived. So is a `flag` of any rank.
+        anywhere, the rest stays on the device, and errors and `flag` are read at a later step.
         """
-        self._read_arrived()
-        other, code = _codes_of(problem, self._rank, self._names)
-        on_drops = self._codes_of_drops(dropped)
-        codes = [other, code << 1 | int(flag), *on_drops, _NOTHING, _NOTHING]
+        if self._on_their_way:
+            self._read_arrived()
+        other, code = self._rank + 1, 0
         if problem is not None:
+            other, code = _codes_of(problem, self._rank, self._names)
             intent = None  # who cannot take the step says nothing of it
+        codes = [other, code << 1 | int(flag), *self._codes_of_drops[dropped], _NOTHING, _NOTHING]
         if intent is not None:
             # ~ turns the order around, so the largest ~digest is the smallest digest's.
             codes[-2:] = intent.digest, ~intent.digest
         votes = torch.tensor([*here, *codes], dtype=torch.int64)
         if self._replicated is not None:
             # Who has a problem says nothing: its gradients may be anything.
-            replicated = torch.zeros(self._replicated.elements, dtype=torch.int64)
-            if problem is None:
-                assert whole is not None
-                replicated = self._replicated.votes(whole)
-            votes = torch.cat([votes[:-_CODES], replicated, votes[-_CODES:]])
-        copies = () if self._replicated is None else self._replicated.along
-        assert len(votes) == presence_elements(len(here), copies)  # as the estimate counts them
-        votes = self._on_device(votes)
-        on_device = self._add_numbers(votes, intent)
+            of_copies = torch.zeros(self._replicated.elements, dtype=torch.int64)
+            if problem is None and whole is not None:
+                of_copies = self._replicated.votes(whole)
+            votes = torch.cat([votes[:-_CODES], of_copies, votes[-_CODES:]])
+        assert len(votes) == self._elements
+        if self._device.type != "cpu":
+            votes = self._on_device(votes)
+        on_device = None
+        if intent is not None and intent.on_device:
+            on_device = self._add_numbers(votes, intent)
         anywhere = self._largest("presence", votes)
         self._votes, said = anywhere[: len(here)], anywhere[len(here) :]
-        if problem is not None and problem.swapped:  # the only one that a GPU is waited for
-            other, code = said[-_CODES:].tolist()[:2]
-            _refuse_swap(other, code >> 1, problem, self._names)
         if problem is not None:
-            self._reason(said, problem)
-            raise problem.error
-        self._hear(said, intent, on_device, dropped=dropped)
+            raise self._own_error(problem, said)
+        if self._waits:
+            self._read(said, intent, on_device, late=False)
+        else:
+            self._hear_later(said, intent, on_device, dropped=dropped)
         if self._device.type == "cpu":
             return [bool(value) for value in self._votes.tolist()]
         if all(here):
             return [True] * len(here)
         flags = self._votes.bool().unbind()
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
+
+    def _own_error(self, problem: RankFailure, said: Tensor) -> Exception:
+        """The error of this rank's problem, once all others have heard of it.
+
+        Where parameters were swapped, a GPU is waited for: whether they were so on every rank.
+        """
+        if problem.swapped:
+            other, code = said[-_CODES:].tolist()[:2]
+            _refuse_swap(other, code >> 1, problem, self._names)
+        self._reason(said, problem)
+        return problem.error
 
     def _reason(self, said: Tensor, problem: RankFailure | None) -> str:
         """The reason of the rank with a problem; "" where ranks hear of it in different steps."""
@@ -431,10 +352,8 @@ class PresenceAgreement:
             mine.passed.synchronize()
             self._read(mine.votes, mine.intent, mine.on_device, late=False)
 
-    def _add_numbers(self, votes: Tensor, intent: Intent | None) -> Tensor | None:
+    def _add_numbers(self, votes: Tensor, intent: Intent) -> Tensor:
         """Add numbers that the host does not know to the digest, where they are; gives them."""
-        if intent is None or not intent.on_device:
-            return None
         numbers = torch.stack([n.to(self._device, torch.float64) for n in intent.on_device])
         of_bits = sum_of_words(numbers.view(torch.int64))
         votes[-2] += of_bits
@@ -462,10 +381,13 @@ class PresenceAgreement:
         """Whether any rank has dropped any; then `agree_on_drops` comes next. Collective."""
         self._read_arrived()
         elements = 0 if self._replicated is None else self._replicated.elements
-        codes = [0] * PROBLEM_CODES + self._codes_of_drops(dropped) + [_NOTHING, _NOTHING]
+        codes = [0] * PROBLEM_CODES + [*self._codes_of_drops[dropped], _NOTHING, _NOTHING]
         votes = torch.tensor([0] * elements + codes, dtype=torch.int64)
         said = self._largest("gradients dropped", self._on_device(votes))
-        self._hear(said, None, None, dropped=dropped)
+        if self._waits:
+            self._read(said, None, None, late=False)
+        else:
+            self._hear_later(said, None, None, dropped=dropped)
         return self.dropped
 
     def agree_on_drops(self, here: Drops) -> tuple[list[int], bool]:
@@ -481,9 +403,6 @@ class PresenceAgreement:
             if dropped and counted:
                 raise self._dropped_here_alone(dropped - 1, self._names[index], counted - 1)
         return [index for index, dropped in enumerate(said[:count]) if dropped], bool(again)
-
-    def _codes_of_drops(self, dropped: bool) -> list[int]:
-        return [self._rank + 1, 0] if dropped else [0, self._rank + 1]
 
     def _dropped_here_alone(self, rank: int, name: str | None, other: int) -> RankProblemError:
         what = "gradients were" if name is None else f"the gradient of {name!r} was"
@@ -508,17 +427,16 @@ class PresenceAgreement:
                     watching.wait_for_comparison()
                 raise
 
-    def _hear(
+    def _hear_later(
         self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, dropped: bool
     ) -> None:
-        """Now on CPU; of a GPU later, but for a rank that dropped gradients, which waits.
+        """Send what all ranks said to the host, which reads it at a later step.
 
-        All others would not know that they have to agree with it: it raises then.
+        A rank that dropped gradients waits: all others would not know that they have to agree with
+        it, so it raises then.
         """
         self.dropped = False
-        if self._waits:
-            self._read(said, intent, on_device, late=False)
-        elif dropped:
+        if dropped:
             intact = said[-_CODES:].tolist()[PROBLEM_CODES + 1]
             if intact:
                 raise self._dropped_here_alone(self._rank, None, intact - 1)
@@ -535,8 +453,10 @@ class PresenceAgreement:
     ) -> None:
         """The votes about copies, and the codes of problems, of drops and of what ranks will do."""
         other, code, dropped, intact, digest, inverse = said[-_CODES:].tolist()
+        self.dropped = False
         self.flagged, code = bool(code & 1), code >> 1
-        _refuse_swap(other, code, None, self._names)
+        if code & _SWAPPED:
+            _refuse_swap(other, code, None, self._names)
         if code:
             rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
             about = f" because of parameter {self._names[param - 1]!r}" if param else ""

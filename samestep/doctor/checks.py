@@ -295,7 +295,7 @@ def default_run(make: Callable[[], object] | None, name: str) -> Iterator[Check]
         way_out = "print(opt.table()) shows the rule of every parameter; docs/rules.md explains"
         yield note("warning", text, way_out)
     device = torch.device("cuda" if torch.cuda.device_count() else "cpu")
-    dtype = default_compute_dtype(torch.empty(0, device=device))
+    dtype = default_compute_dtype(torch.float32, device.type)
     yield Check("Muon computes in", f"{str(dtype).removeprefix('torch.')} on {device.type}")
     usual = Distribution()
     alone = os.environ.get("WORLD_SIZE", "1") == "1"

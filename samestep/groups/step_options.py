@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import isinf
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ class StepOptions:
                 f"{limit_text(self.max_grad_norm)} has one by rule: leave cuda_graph out"
             )
 
-    @property
+    @cached_property
     def clipped_rules(self) -> tuple[str, ...]:
         """The rules that have a limit of their own."""
         return tuple(sorted(self.max_grad_norm)) if isinstance(self.max_grad_norm, Mapping) else ()

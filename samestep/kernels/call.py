@@ -4,7 +4,7 @@ With a table of addresses one launch works on many tensors where they lie.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, reduce
 from operator import or_
@@ -54,15 +54,6 @@ def tiles(rows: int, cols: int, cut: Mapping[str, Any]) -> int:
     """The number of tiles of a matrix."""
     found: int = -(-rows // cut["ROWS"]) * -(-cols // cut["COLS"])
     return found
-
-
-def on_device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Inside, kernels run on the device of a tensor, which need not be the current one.
-
-    Of a tensor that is on no GPU, nothing changes.
-    """
-    guard: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
-    return guard
 
 
 class Step(NamedTuple):

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samestep.kernels.call import on_device_of
-
 LARGEST_HEAD = 256  # elements: of more, tiles would be too small
 
 
@@ -49,7 +47,7 @@ def largest_of_heads(
     if mask is not None:
         strides = mask.stride()
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    with on_device_of(query):
+    with torch.cuda.device_of(query):
         _largest[(tiles * batch, heads)](
             query,
             key,

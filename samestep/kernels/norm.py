@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.call import CHUNK, Table, chunk_table, on_device_of
+from samestep.kernels.call import CHUNK, Table, chunk_table
 from samestep.kernels.launch import launch
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -43,7 +43,7 @@ class SquareSum:
     def run(self) -> Tensor:
         """() float64."""
         for addresses, aligned, chunks, sums, dtype in self._launches:
-            with on_device_of(sums):
+            with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
                 launch(
                     elementwise.square_sums,
                     (len(chunks),),

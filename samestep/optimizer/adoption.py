@@ -52,9 +52,12 @@ class Adoption:
 
         Without other ranks it is raised.
         """
-        plan = self._plan
+        plan, watch = self._plan, self.watch
+        watch.steps += 1
         try:
-            self._look_around(groups)
+            looks = watch.steps == watch.next_look
+            if looks or len(groups) != plan.group_count or plan.expects_no_group:
+                self._look_around(groups)
             try:
                 plan.checks.check(groups)
             except UnknownParameterError:
@@ -72,13 +75,15 @@ class Adoption:
         return None
 
     def _look_around(self, groups: Sequence[Group]) -> None:
-        """Raise before anything changes if the list of groups, or the model, is not what it was."""
+        """Raise before anything changes if the list of groups, or the model, is not what it was.
+
+        A look at the model is long beside a step: it is taken before the 1st, 2nd, 4th, ... step.
+        """
         plan, watch = self._plan, self.watch
         if plan.expects_no_group and has_process_group():
             refuse_late_group()
             plan.expects_no_group = False  # a group of this process alone
         plan.check_list(groups)
-        watch.steps += 1
         if watch.steps == watch.next_look:
             watch.look_at_model(groups, self._default_rule)
             shared_memory = plan.shared_memory(groups)

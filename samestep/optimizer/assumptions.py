@@ -400,7 +400,7 @@ REGISTER: tuple[Assumption, ...] = (
         "unchanged memory",
         "Parameters in flat buffers stay there, or are brought back; no parameter is expanded.",
         _among_ranks,
-        "samestep.shards.replicated.replicated:ReplicatedShards._parameter_problem",
+        "samestep.shards.replicated.local_tensors:LocalTensors.changed",
         "in every step",
     ),
     Assumption(
@@ -428,7 +428,7 @@ REGISTER: tuple[Assumption, ...] = (
         "that replicate it), ranks with copies of the same values have the same gradients: all of "
         "them or none.",
         _compared_copies,
-        "samestep.comm.presence:ReplicatedHere.refuse_difference",
+        "samestep.comm.replicated_votes:ReplicatedHere.refuse_difference",
         "in every step",
         "16 bytes for each such set of ranks and some 50 parameters travel; on a GPU it is told in "
         "a later step",

@@ -18,7 +18,8 @@ from samestep.comm.collectives import maximum
 from samestep.comm.diagnosis import watch
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows
-from samestep.comm.presence import Call, JointCall, RankFailure, agree_among
+from samestep.comm.joint_call import JointCall, agree_among
+from samestep.comm.presence import Call, RankFailure
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks, in_several_places
 from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
@@ -136,9 +137,31 @@ class OptimizerPlan:
         self._line_up()
 
     def _line_up(self) -> None:
+        """Put placements into the order in which a step runs them, and see who takes part."""
         self.placements = list(self.placed)
         if self.ranks is None or not self.placed:
             self.placements.append(self.local)
+        self.groups_of_stages: dict[RankGroup, list[int]] = {}
+        for index, reduction in self.reductions.items():
+            if reduction.stages > 1:
+                self.groups_of_stages.setdefault(reduction.ranks, []).append(index)
+        self.participants = self._all_participants()
+
+    def _all_participants(self) -> RankGroup | None:
+        """All ranks that take part, where no placement has all of them; None: not needed.
+
+        Without those of other stages, which hear of it over `stage_group`.
+        """
+        held_by = [placement.held_by for placement in self.placements]
+        groups = {
+            group.members: group
+            for group in held_by
+            if group is not None and group not in self.groups_of_stages
+        }
+        if len(groups) < 2:
+            return None
+        members = {rank for group in groups.values() for rank in group.members}
+        return next((g for g in groups.values() if members == set(g.members)), self.ranks)
 
     # --- plans and state ---------------------------------------------------------------------
 
@@ -397,14 +420,6 @@ class OptimizerPlan:
             return True
         holders = [rank for rank in self.stages.members if rank in ranks.members]
         return holders[:1] in ([], [self.stages.members[self.stages.rank]])
-
-    def groups_of_stages(self) -> dict[RankGroup, list[int]]:
-        """Groups whose parameters are tied over stages, by the ranks of all of these."""
-        found: dict[RankGroup, list[int]] = {}
-        for index, reduction in self.reductions.items():
-            if reduction.stages > 1:
-                found.setdefault(reduction.ranks, []).append(index)
-        return found
 
     def who_works_on(self, param: Tensor) -> tuple[str, str]:
         """The parties that average a parameter's gradients, and update it, in words."""

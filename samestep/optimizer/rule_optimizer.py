@@ -1,4 +1,7 @@
-"""An optimizer: its groups, state and plans, and what users ask of it; `step.py` has the step."""
+"""An optimizer: its construction, its groups and the call of a step.
+
+`step.py` runs the step; `state_access.py` has what users read and write between steps.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import JointCall
+from samestep.comm.joint_call import JointCall
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
@@ -31,20 +34,14 @@ from samestep.groups.param_groups import (
 )
 from samestep.groups.routing import routable, warn_of_fused_members
 from samestep.groups.step_options import StepOptions, clips, limit_text
-from samestep.groups.table import state_lines, table
 from samestep.groups.tied import refuse_replaced, tied_apart
-from samestep.kernels.call import on_device_of
-from samestep.layout.boxes import HeldState, mesh_of
-from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
-from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.loading import PART, StateDict, with_plain_options
 from samestep.optimizer.optimizer_plan import OptimizerPlan, joint_call
 from samestep.optimizer.saved_state import SavedState
+from samestep.optimizer.state_access import StateAccess
 from samestep.optimizer.step import StepRunner
 from samestep.plan.schedule import reductions_in_order
 from samestep.rules import checks
-from samestep.rules.state import State
 from samestep.shards.local import plain
 from samestep.shards.replicated.awaited import ParametersInFlight, wait_for_anyone
 from samestep.shards.replicated.replicated import ReplicatedShards
@@ -58,7 +55,10 @@ Params = (
 )  # a model, parameters, named parameters, or groups
 
 
-class RuleOptimizer(torch.optim.Optimizer):
+SCALER_KEYS = {"grad_scale", "found_inf"}  # attributes that torch's GradScaler sets
+
+
+class RuleOptimizer(StateAccess):
     """A torch optimizer that applies to each parameter the rule of its group.
 
     `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
@@ -67,7 +67,6 @@ class RuleOptimizer(torch.optim.Optimizer):
     """
 
     _construction: JointCall | None = None  # while it is built with other ranks
-    _reasons: Mapping[str, str] = {}  # why parameters that were routed have their rule, by name
 
     def __init__(
         self,
@@ -132,7 +131,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         Before state is looked at or changed: it is at home then.
         """
         self.plan.check_list(self.param_groups, to_save=to_save)
-        self._runner.bring_state_home()
+        if self._runner.staging is not None:  # a step that failed has left state on its way
+            self._runner.staging.break_off()
         if self._adoption.adopted(self.param_groups, self.state):
             self._saved.drop()
 
@@ -145,7 +145,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         parameters into `param_groups` itself, as accelerate does, needs no call. Collective: every
         rank calls it. On an error nothing has changed.
         """
-        self._runner.bring_state_home()
+        if self._runner.staging is not None:  # a step that failed has left state on its way
+            self._runner.staging.break_off()
         if self._adoption.adopt(model, self.param_groups, self.state):
             self._saved.drop()
 
@@ -215,42 +216,6 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _rank_count(self) -> int:
         return 1 if self.plan.ranks is None else self.plan.ranks.size
 
-    def state_dict(self) -> StateDict:
-        """All of the state, in the shapes of one process, as torch's optimizers give it.
-
-        Where ranks share the state, all of them call `consolidate_state_dict()` first, or it
-        raises; with `state_dict_form="part"` it is this rank's part, says so, and loads only there.
-        Not collective, so that whoever saves may call it on one rank; but where a wrapper has just
-        swapped parameters, all ranks take them in together.
-        """
-        if self.plan.is_deferred:
-            # Nobody has any state, as with torch's before a first step.
-            self.plan.check_list(self.param_groups, to_save=True)
-            return with_plain_options(super().state_dict())
-        self._adopt_swapped(to_save=True)
-        given = self._saved.given(self.param_groups, self.state)
-        # What torch makes of another state, so that whoever has hooked into it sees that.
-        own, self.state = self.state, given.state
-        try:
-            found = super().state_dict()
-        finally:
-            self.state = own
-        found = with_plain_options(found)
-        return found if given.part is None else {**found, PART: given.part}
-
-    @torch.no_grad()
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Gather the whole state, where ranks share it, for the `state_dict()` of rank `to`.
-
-        Until the state changes, `state_dict()` is then whole on that rank (with None on all of
-        them), in the host's memory, and loads into every layout; on the others it is empty and says
-        so. Where every rank has all of the state, and of DTensors, it does nothing. The name and
-        meaning are those of torch's ZeroRedundancyOptimizer: Lightning calls it by itself.
-        Collective.
-        """
-        self._adopt_swapped()
-        self._saved.consolidate(to, self._values)
-
     def fingerprint(self) -> str:
         """A digest of who owns and sends what; equal on ranks that hold the same parameters.
 
@@ -278,22 +243,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         """DTensors, mesh by mesh."""
         return self.plan.sharded
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load state without changing its dtype; on an error nothing has changed.
-
-        Takes what `state_dict()` gave here, also before a first step; the whole state of one
-        process, of which every rank takes what it keeps; and the files of torch.optim.AdamW and
-        torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
-        decide, not the order. On several ranks all of them call it.
-        """
-        torch_load = super().load_state_dict
-        with self._runner.agreement.together("load_state_dict()") as call:
-            self.plan.check_list(self.param_groups)
-            if not self._saved.needs_no_plans(state_dict):
-                self._adopt_swapped()
-                self.wait_for_parameters()
-            self._saved.load(self, torch_load, state_dict, call.ready)
-
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.
 
@@ -304,48 +253,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._in_flight.arrivals:
             self._in_flight.wait_for_all()
 
-    def table(self) -> str:
-        """Every parameter with its rule, blocks and learning rate, and the totals, as text.
-
-        On several ranks also who averages its gradients and who updates it; how state is kept and
-        where, if `state_dtypes` or `offload` was given. Not collective.
-        """
-        plan = self.plan
-        plan.check_list(self.param_groups)
-        if plan.is_deferred:  # parameters may have been swapped
-            self._plan_blocks_anew()
-        ranks = plan.who_works_on if plan.placed else None
-        return table(
-            self.param_groups,
-            plan.blocks,
-            self._reasons,
-            ranks,
-            master_weights=plan.masters,
-            offload=plan.distribution.offload,
-        )
-
     def _plan_blocks_anew(self) -> None:
         self.plan.forget()
         self._runner.rules.forget_kernels()
         for index, group in enumerate(self.param_groups):
             self.plan.plan_group(index, group)
-
-    def explain(self) -> str:
-        """The assumptions about other ranks and about whoever makes gradients, as text.
-
-        With who averages what, which check holds each assumption and when it runs, what nobody
-        checks, and how state is kept where that was chosen. Not collective.
-        """
-        plan = self.plan
-        kept = state_lines(
-            self.param_groups,
-            plan.blocks,
-            master_weights=plan.masters,
-            offload=plan.distribution.offload,
-        )
-        kind, limit = type(self).__name__, self._steps.max_grad_norm
-        facts = assumptions.ModelFacts(kind, plan, self.param_groups, limit, kept)
-        return assumptions.explain(facts)
 
     # --- the step ----------------------------------------------------------------------------
 
@@ -360,21 +272,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient; the others are untouched, bit for bit."""
         if torch.compiler.is_dynamo_compiling():
             return _outside_of_compilers(self, closure)
-        return self._step(closure)
-
-    def _step(self, closure: Callable[[], float] | None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._refuse_torch_scaler()
-        self._run_step()
-        return loss
+        return self._run_step(closure)
 
     @torch.no_grad()
     def scaled_step(self, inverse_scale: Tensor) -> Tensor:
         """The step of a GradScaler: (), whether the gradients of all ranks were finite."""
-        self._run_step(inverse_scale)
+        self._run_step(inverse_scale=inverse_scale)
         assert self._runner.grad_norm is not None
         return self._runner.grad_norm.isfinite()
 
@@ -403,7 +306,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 "only skips steps whose gradients are not finite"
             )
         self._prepare_step()
-        with on_device_of(self.param_groups[0]["params"][0]):
+        with torch.cuda.device_of(self.param_groups[0]["params"][0]):  # type: ignore[no-untyped-call]
             problem = self._adoption.problem(self.param_groups, self.state)
             norm = self._runner.clip(self.param_groups, self.state, max_norm, problem)
         self._clipped = True
@@ -414,10 +317,24 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.plan.check_list(self.param_groups)
         if self.plan.is_deferred:
             self.plan.settle(self.param_groups, self.state)
-        self.wait_for_parameters()
-        self._runner.bring_state_home()
+        if self._in_flight.arrivals:
+            self._in_flight.wait_for_all()
+        if self._runner.staging is not None:  # a step that failed has left state on its way
+            self._runner.staging.break_off()
 
-    def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+    def _run_step(
+        self, closure: Callable[[], float] | None = None, inverse_scale: Tensor | None = None
+    ) -> float | None:
+        """Look at groups and gradients, then run the operations of a step.
+
+        inverse_scale: 1 / scale of a GradScaler.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.__dict__.keys() & SCALER_KEYS:
+            self._refuse_torch_scaler()
         if self._clipped and inverse_scale is not None:
             raise RuntimeError(
                 "clip_grad_norm_ was called before a GradScaler had its scale taken out of the "
@@ -428,7 +345,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._saved.is_known:
             self._saved.changes()
         with (
-            on_device_of(self.param_groups[0]["params"][0]),
+            torch.cuda.device_of(self.param_groups[0]["params"][0]),  # type: ignore[no-untyped-call]
             self._runner.norm_begun(self.param_groups, scaled=inverse_scale is not None),
         ):
             problem = self._adoption.problem(self.param_groups, self.state)
@@ -440,6 +357,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         outlier = self._runner.rules.outliers.new()
         if outlier is not None:
             warn_of_outliers(outlier, self.param_groups[outlier])
+        return loss
 
     @property
     def averages_gradients(self) -> bool:
@@ -456,32 +374,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self.averages_gradients
 
     def _refuse_torch_scaler(self) -> None:
-        handed_over = [self.__dict__.pop(key, None) for key in ("grad_scale", "found_inf")]
+        handed_over = [self.__dict__.pop(key, None) for key in SCALER_KEYS]
         if any(value is not None for value in handed_over):
             raise RuntimeError(
                 "torch.amp.GradScaler looks at each rank's own gradients, so that its scale would "
                 "differ between ranks: use samestep.GradScaler, which takes the same arguments"
             )
-
-    def schedule_lines(self) -> tuple[str, ...]:
-        """The operations of a step in order, as text, once there was one."""
-        return self._runner.schedule_lines()
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Numbers of the last step, as tensors that nobody has waited for.
-
-        grad_norm: (), the joint norm of the averaged gradients before clipping, where
-            `max_grad_norm` or a GradScaler is in use. If it is not finite, the step has changed
-            nothing.
-        grad_norm/RULE: the same of the parameters of a rule that `max_grad_norm` names.
-        present: (groups,), how many parameters of each group had a gradient on any rank.
-        outliers: (groups,), how many blocks of each group have, since construction, had an update
-            that was not finite or larger than an orthogonalization can make it. 0, unless
-            gradients were not finite.
-        update_rms: (groups,), sqrt(mean(u^2)) of what the learning rate was multiplied with, over
-            all ranks, where `update_rms=True`. NaN for a group without gradients.
-        """
-        return self._runner.metrics(len(self.param_groups))
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -528,169 +426,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             placed[bucket.placement].launch(bucket.bucket)
         for placement in placed:
             placement.keep_sums()
-
-    # --- whole values ------------------------------------------------------------------------
-    #
-    # By the parameter's name, as one process would have them. Collective: every rank calls them,
-    # in the same order, between backward and step or between steps. Each rank gets copies of its
-    # own. A setter takes the value of the first rank, whatever the others give.
-
-    def _values(self) -> FullValues:
-        self._adopt_swapped()
-        self.wait_for_parameters()
-        return FullValues(self.param_groups, self.state, self.plan.placements)
-
-    def _values_of(
-        self,
-        call: str,
-        name: str,
-        key: str | None = None,
-        *,
-        what: str = "",
-        value: Tensor | None = None,
-    ) -> FullValues:
-        """The values, once all ranks that hold a parameter ask for the same of it."""
-        values = self._values()
-        param = values.by_name().get(name)
-        holders = self.plan.placed[:1] if param is None else [values.holder(param)]
-        with self._runner.agreement.together(f"{call}({name!r})", holders) as joint:
-            values.check(name, key, what, value)
-            joint.ready()
-        return values
-
-    @torch.no_grad()
-    def whole_state(self) -> dict[str, State]:
-        """The state of every parameter by name, as one process would keep it, on every rank.
-
-        Put together from the pieces of all ranks; what every rank has does not travel and is this
-        rank's own. For a moment about three times the whole state is in memory: for checks and
-        small models, not for saving large ones.
-        """
-        values = self._values()
-        if self.plan.ranks is None:
-            self.plan.local.make_missing_state(self.param_groups, self.state)
-        return values.whole_state()
-
-    def full_state(self, name: str, key: str) -> Tensor:
-        """One state tensor, such as "exp_avg" or "momentum_buffer".
-
-        What is kept in 8 bits is given as the 32-bit numbers that it stands for, and of a master
-        copy kept as a remainder the whole copy, "master_weight".
-        """
-        return self._values_of("full_state", name, key).value(name, key)
-
-    @torch.no_grad()
-    def set_full_state(self, name: str, key: str, value: Tensor) -> None:
-        """Replace one state tensor; what is kept in fewer bits is rounded to the nearest."""
-        self._saved.changes()
-        self._values_of("set_full_state", name, key).set_state(name, key, value)
-
-    @torch.no_grad()
-    def full_parameter(self, name: str) -> Tensor:
-        """A parameter in 32 bits or more, as a step takes it: its master copy where there is one.
-
-        An element that was edited since counts instead of its copy.
-        """
-        return self._values_of("full_parameter", name).parameter(name)
-
-    @torch.no_grad()
-    def set_full_parameter(self, name: str, value: Tensor) -> None:
-        """Replace a parameter, and its master copy with it."""
-        self._saved.changes()
-        self._values_of("set_full_parameter", name, what=name, value=value).set_parameter(
-            name, value
-        )
-
-    @torch.no_grad()
-    def scale_parameters(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply parameters by factors, by name, and their master copies with them.
-
-        A factor broadcasts to its parameter's shape, such as (rows, 1), and is the same on every
-        rank. Each rank multiplies what it has; only master copies travel, where ranks share them.
-        Other state, such as momentum, stays as it is.
-        """
-        self._saved.changes()
-        self._values().scale(factors)
-
-    @torch.no_grad()
-    def full_gradient(self, name: str) -> Tensor | None:
-        """The mean gradient over ranks, before clipping; None if no rank has one.
-
-        Between backward and step. It calls `synchronize()`: gradients that are averaged here are
-        reduced now, are gone from `.grad`, and the step reduces what may come after.
-        """
-        values = self._values_of("full_gradient", name)  # raises before anything is reduced
-        self.synchronize()
-        return values.gradient(name)
-
-    @torch.no_grad()
-    def set_full_gradient(self, name: str, value: Tensor) -> None:
-        """Replace the mean gradient over ranks; the parameter is then present.
-
-        As `full_gradient`. What the step uses is value * ranks / ranks, rounded.
-        """
-        values = self._values_of("set_full_gradient", name, what=f"gradient of {name}", value=value)
-        value = values.gradient_from_first(name, value)
-        self.synchronize()
-        values.set_gradient(name, value)
-
-    @torch.no_grad()
-    def refresh_master_weights(self) -> None:
-        """Take the parameters' present values for their master copies, on every rank.
-
-        After weights were changed from outside (loaded, clipped, averaged), where
-        `master_weights` is on. Without this call a step, `full_parameter` and `samestep.save` take
-        an edited element for what it is, unless the edit is smaller than the parameter's rounding;
-        `full_state` and state dicts have the copies as they are.
-        """
-        self.wait_for_parameters()
-        self._runner.bring_state_home()
-        self._saved.changes()
-        self.plan.refresh_masters(self.state)
-
-    def held_state(self) -> Iterator[tuple[str, HeldState]]:
-        """The boxes of every state tensor that this rank holds, in the tensors of one process.
-
-        Views, by the parameter's name, for whoever saves and loads. Every rank tells of every
-        parameter. Not collective.
-        """
-        self._adopt_swapped()
-        self._saved.changes()
-        if self.plan.ranks is None:
-            self.plan.local.make_missing_state(self.param_groups, self.state)
-        placements = self.plan.placements
-        by_name = FullValues(self.param_groups, self.state, placements).by_name()
-        names = {param: name for name, param in by_name.items()}
-        for placement in placements:
-            for part in placement.values.held_state(self.state):
-                yield names[part.param], part
-
-    # --- who has what ------------------------------------------------------------------------
-
-    def owners(self) -> dict[str, tuple[int, ...]]:
-        """By name the ranks that have a plain parameter; ranks beyond have others, or none."""
-        if self.plan.outer is not None:  # what others have is a copy
-            return {}
-        values = FullValues(self.param_groups, self.state, self.plan.placements)
-        return {
-            name: held_by.members
-            for name, param in values.by_name().items()
-            if mesh_of(param) is None and (held_by := values.holder(param).held_by) is not None
-        }
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether ranks of other pipeline stages have parameters that are not here."""
-        return self.plan.stages is not None
-
-    @property
-    def leads_stage(self) -> bool:
-        """Whether this rank is the first of its pipeline stage; False without stages."""
-        return self.is_stage and (self.plan.ranks is None or self.plan.ranks.rank == 0)
-
-    def layout_lines(self) -> list[str]:
-        """The layout of work and state, as lines of text."""
-        return self.plan.distribution.lines()
 
     # --- copies ------------------------------------------------------------------------------
 
@@ -745,7 +480,7 @@ def _outside_of_compilers(
 ) -> float | None:
     """The step, uncompiled: torch.compile stops before it, and goes on behind it."""
     disable: Any = torch.compiler.disable
-    found: float | None = disable(optimizer._step)(closure)
+    found: float | None = disable(optimizer._run_step)(closure)
     return found
 
 

@@ -5,28 +5,25 @@ one program of XLA (`rules.executions` has a line for each kind of device).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from samestep.groups.param_groups import LAYOUT_KEYS, Group
 from samestep.groups.step_options import StepOptions
-from samestep.kernels.call import on_device_of
 from samestep.plan.schedule import Update
 from samestep.rules import RULES
-from samestep.rules.executions import prepare_on, run_on, update_on
-from samestep.rules.rule import Rule
+from samestep.rules.executions import executions_on, prepare_on
+from samestep.rules.rule import BoundedRule, Rule, follows
 from samestep.shards.placement import Placement
 from samestep.update.compiled import CompiledRules
 from samestep.update.metrics import Outliers, UpdateSizes
 from samestep.update.plain import (
     GroupMath,
-    GroupMaths,
     Operand,
     StepScalars,
     UpdateFunction,
-    is_bounded,
     run_rule,
     stacks,
     update_blocks,
@@ -46,10 +43,6 @@ class ClipDecision(NamedTuple):
     only_if: Tensor | None = None  # a flag on the device: False leaves all as it is
     skip: bool = False
 
-    def factor_of(self, rule: str) -> Tensor | None:
-        """The factor of the gradients of a rule's parameters."""
-        return self.of_rules.get(rule, self.factor)
-
 
 class RuleRunner:
     """Runs the rules of the groups; keeps what steps share: scalars, compiled rules, kernels.
@@ -66,6 +59,8 @@ class RuleRunner:
         self._scalars = StepScalars()
         self.outliers = Outliers()
         self.sizes: UpdateSizes | None = None
+        # In this step, by group and device, until the norm leads to a decision:
+        self._maths: dict[tuple[int, torch.device], GroupMath] = {}
         self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
         self.forget_kernels()
 
@@ -74,14 +69,19 @@ class RuleRunner:
         self.kernel_plans: dict[object, KernelPlan] = {}  # by group and device
         self._prepared: set[tuple[tuple[int, int, int], ...]] = set()  # groups and their operands
 
-    def begin(self, groups: Sequence[Group], decision: ClipDecision) -> None:
-        """A step begins with these groups, or has come to a decision."""
-        self._groups, self._decision = groups, decision
+    def begin(self, groups: Sequence[Group], placements: Sequence[Placement]) -> None:
+        """A step begins."""
+        self._groups, self._placements = groups, placements
+        self.decision, self._maths = ClipDecision(), {}
 
-    def update(self, operation: Update, placements: Sequence[Placement]) -> None:
-        """Run the rules on some buckets, group by group."""
+    def decide(self, decision: ClipDecision) -> None:
+        """Follow the decision that the norm of gradients has led to."""
+        self.decision, self._maths = decision, {}
+
+    def update(self, operation: Update) -> None:
+        """Run the rules on some buckets, group by group, and let go of their gradients."""
+        placements, skip = self._placements, self.decision.skip
         by_group: dict[int, list[Operand]] = {}
-        skip = self._decision.skip
         for placement, bucket in operation.buckets:
             # What stays on the host has not come for a step that is skipped.
             if not (skip and operation.window is not None):
@@ -91,11 +91,14 @@ class RuleRunner:
             if operation.is_last:
                 placements[placement].drop_gradients(bucket)
         if not skip:
-            if self.run is run_rule:
+            first = next(iter(by_group.values()), None)
+            if first and first[0].param.device.type != "cpu" and self.run is run_rule:
                 self._prepare(by_group)
             # Elementwise groups first: few launches, during which the host prepares the others.
             for index in sorted(by_group, key=lambda i: RULES[self._groups[i]["rule"]].kind):
-                self._update_group(index, by_group[index])
+                for device, members in _by_device(by_group[index]).items():
+                    with torch.cuda.device_of(members[0].param):  # type: ignore[no-untyped-call]
+                        self._update_on(device, index, members)
 
     def _prepare(self, by_group: Mapping[int, list[Operand]]) -> None:
         """Compile the kernels of groups that have not come together before the first one runs."""
@@ -110,21 +113,15 @@ class RuleRunner:
                     of_group = self.math(index, device), index, members
                     by_device.setdefault(device, []).append(of_group)
         for device, groups in by_device.items():
-            with on_device_of(groups[0][2][0].param):
+            with torch.cuda.device_of(groups[0][2][0].param):  # type: ignore[no-untyped-call]
                 prepare_on(device)(groups, self.kernel_plans, self._options.batch_elements)
-
-    def _update_group(self, index: int, operands: list[Operand]) -> None:
-        """Run the group's rule on its present operands, device by device."""
-        for device, members in _by_device(operands).items():
-            with on_device_of(members[0].param):
-                self._update_on(device, index, members)
 
     def _update_on(self, device: torch.device, index: int, members: list[Operand]) -> None:
         """Run the group's rule on operands of one device."""
         math = self.math(index, device)
         rule = math.rule
-        with_kernels = update_on(device) if self.run is run_rule else None
-        if with_kernels is not None:
+        with_kernels, run_here = executions_on(device)
+        if with_kernels is not None and self.run is run_rule:
             most = self._options.batch_elements
             members = with_kernels(math, index, members, self.kernel_plans, most)
             if not members:
@@ -132,59 +129,53 @@ class RuleRunner:
         seen = members
         if math.factor is not None or math.maximize:
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
-        measure = self.sizes is not None or is_bounded(rule)
-        run = run_on(device) or self.run
+        bounded = follows(type(rule), BoundedRule)
+        measure = self.sizes is not None or bounded
+        run = run_here or self.run
         arguments = math.scalars, math.options, run, math.only_if, measure
         if rule.kind == "matrix":
             for stack in stacks(seen, self._options.batch_elements):
                 squares = update_blocks(rule, stack, *arguments)
-                self._count(index, stack, squares)
-                if is_bounded(rule) and squares is not None:
-                    largest = rule.largest_norm(stack[0].matrix, math.options)
+                if squares is None:
+                    continue
+                if self.sizes is not None:
+                    self.sizes.add(index, stack, squares)
+                if bounded:
+                    largest = cast("BoundedRule", rule).largest_norm(stack[0].matrix, math.options)
                     self.outliers.look_at(index, squares, largest, math.only_if)
         elif not update_together(rule, seen, math, run):
             for operand in seen:
-                self._count(index, [operand], update_elementwise(rule, operand, *arguments))
+                square = update_elementwise(rule, operand, *arguments)
+                if self.sizes is not None and square is not None:
+                    self.sizes.add(index, [operand], square)
 
     def math(self, index: int, device: torch.device) -> GroupMath:
         """The rule of a group, with the options and numbers of this step."""
-        group, decision = self._groups[index], self._decision
-        factor = decision.factor_of(group["rule"])
+        known = self._maths.get((index, device))
+        if known is not None:
+            return known
+        group, decision = self._groups[index], self.decision
+        factor = decision.of_rules.get(group["rule"], decision.factor)
         rule = RULES[group["rule"]]  # a group without one has not come here
-        return GroupMath(
+        keys = self._known_keys.get(rule.name) or self._constant_keys(rule)
+        self._maths[index, device] = found = GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),
-            {key: group[key] for key in self._constant_keys(rule)},
+            {key: group[key] for key in keys},
             None if factor is None else factor.to(device),
             group["maximize"],
             None if decision.only_if is None else decision.only_if.to(device),
             self.sizes,
             self.outliers,
         )
+        return found
 
     def _constant_keys(self, rule: Rule) -> tuple[str, ...]:
         """The options that a rule reads as they are: no scalars, and nothing of the layout."""
-        known = self._known_keys.get(rule.name)
-        if known is None:
-            changing = rule.schedulable | LAYOUT_KEYS
-            known = tuple(key for key in rule.defaults if key not in changing)
-            self._known_keys[rule.name] = known
+        changing = rule.schedulable | LAYOUT_KEYS
+        known = tuple(key for key in rule.defaults if key not in changing)
+        self._known_keys[rule.name] = known
         return known
-
-    def maths(self, placement: Placement) -> GroupMaths:
-        """`math` by index, for blocks that are spread over ranks."""
-        known: dict[int, GroupMath] = {}
-
-        def of_group(index: int) -> GroupMath:
-            if index not in known:
-                known[index] = self.math(index, placement.device)
-            return known[index]
-
-        return of_group
-
-    def _count(self, index: int, operands: list[Operand], squares: Tensor | None) -> None:
-        if self.sizes is not None and squares is not None:
-            self.sizes.add(index, operands, squares)
 
 
 def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:

@@ -26,7 +26,7 @@ from samestep.optimizer.loading import (
     stored_of,
 )
 from samestep.optimizer.optimizer_plan import OptimizerPlan, has_state
-from samestep.rules.stages import owned_state
+from samestep.rules.rule import owned_state
 from samestep.rules.state import State, initial_state
 
 AT_ONCE = 1 << 26  # elements of parameters whose state is gathered together

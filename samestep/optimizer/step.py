@@ -83,12 +83,10 @@ class StepRunner:
         plan = self._plan
         alone = plan.ranks is None and not plan.placed and plan.stages is None
         alone = alone and len(groups) == plan.group_count  # or nobody has looked at them yet
-        if alone and self._needs_norm(scaled) and not self._options.clipped_rules:
+        needed = scaled or self._options.max_grad_norm is not None
+        if alone and needed and not self._options.clipped_rules:
             return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
         return nullcontext()
-
-    def _needs_norm(self, scaled: bool) -> bool:
-        return self._options.max_grad_norm is not None or scaled
 
     def run(
         self,
@@ -102,7 +100,9 @@ class StepRunner:
             self._plan.refuse_norm_of_a_part("the scale of a GradScaler")
         self._inverse_scale = inverse_scale
         with self._begun(groups, state, problem):
-            recorded = self._recording()
+            recorded = self._recorded
+            if recorded is None and missing_kernels(self._device) is None:
+                recorded = self._recording()
             self._execute() if recorded is None else self._execute_recorded(recorded)
         for placement in self._placements:
             placement.finish_step()
@@ -121,7 +121,7 @@ class StepRunner:
         self._groups = groups
         self._placements = placements = self._plan.placements
         self._device: torch.device = groups[0]["params"][0].device
-        self._decide(ClipDecision())
+        self.rules.begin(groups, placements)
         watching = watch.start()
         if watching is not None:
             watching.step_begun()
@@ -145,7 +145,7 @@ class StepRunner:
             for placement in placements:
                 placement.abandon_step()
             raise
-        if watching is not None:
+        if watching is not None and self._device.type == "cuda":
             watching.step_ended(self._device)
 
     def clip(
@@ -175,11 +175,6 @@ class StepRunner:
             placement.end_look()
         return norm
 
-    def bring_state_home(self) -> None:
-        """Bring back state that a step has left on its way, because ranks were gone."""
-        if self.staging is not None:
-            self.staging.break_off()
-
     def _recording(self) -> "RecordedStep | None":
         """The recorder of steps: asked for, or where recording is legal and pays."""
         alone = (
@@ -193,7 +188,6 @@ class StepRunner:
             and alone
             and isinstance(self._placements[0], LocalParameters)
             and self.rules.run is run_rule
-            and missing_kernels(self._device) is None
         ):
             self._recorded = _new_recorded_step(asked_for=False)
         return self._recorded
@@ -206,13 +200,14 @@ class StepRunner:
         self._run_operations(schedule)
 
     def _run_operations(self, schedule: Sequence[Operation]) -> None:
+        """Run operations one after the other."""
         handlers: Handlers = {  # not kept: a dropped optimizer is freed at once
             **dict.fromkeys(get_args(OfWindow), self._of_window),
             **dict.fromkeys(get_args(OfBucket), self._of_bucket),
             **dict.fromkeys(get_args(OfChunk), self._of_chunk),
             Agree: self.agreement.agree,
             Clip: self._clip,
-            Update: self._update,
+            Update: self.rules.update,
             Measure: self._measure,
         }
         execute(schedule, handlers)
@@ -239,7 +234,7 @@ class StepRunner:
         return _step_schedule(
             tuple(placement.shape for placement in self._placements),
             waves=self._plan.distribution.waves,
-            clip=clip or self._needs_norm(self._inverse_scale is not None),
+            clip=clip or self._inverse_scale is not None or self._options.max_grad_norm is not None,
             measure=self.rules.sizes is not None,
             chunks_ahead=self._plan.distribution.chunks_ahead,
         )
@@ -269,14 +264,14 @@ class StepRunner:
         of_rules = {rule: self._factor(own, by_rule[rule]) for rule, own in self.grad_norms.items()}
         if norm.device.type == "cpu":
             skip = not norm.isfinite()
-            everyone = self.agreement.all_participants()
+            everyone = self._plan.participants
             if everyone is not None:  # or those with another copy of it would go on alone
                 skip = _anywhere(skip, everyone)
             if self._plan.stages is not None:
                 skip = _anywhere(skip, self._plan.stages)
-            self._decide(ClipDecision(factor, of_rules, skip=skip))
+            self.rules.decide(ClipDecision(factor, of_rules, skip=skip))
         else:
-            self._decide(ClipDecision(factor, of_rules, only_if=norm.isfinite()))
+            self.rules.decide(ClipDecision(factor, of_rules, only_if=norm.isfinite()))
 
     def _factor(self, norm: Tensor, most: float | None) -> Tensor | None:
         """The factor that unscales gradients and clips them to a norm; None: it is 1."""
@@ -286,10 +281,6 @@ class StepRunner:
             factor = clip if factor is None else factor * clip
         on_cpu = factor is not None and factor.device.type == "cpu"
         return None if on_cpu and float(factor) == 1.0 else factor  # type: ignore[arg-type]
-
-    def _decide(self, decision: ClipDecision) -> None:
-        self._decision = decision
-        self.rules.begin(self._groups, decision)
 
     def _squares_of_norms(self, rules: Sequence[str] = ()) -> Tensor | None:
         """The sums of squares of averaged gradients: of all but these rules, and of each rule.
@@ -339,28 +330,24 @@ class StepRunner:
                 found[place] = square
         return found
 
-    def _update(self, operation: Update) -> None:
-        """Run the rules on some buckets, and let go of their gradients."""
-        self.rules.update(operation, self._placements)
-
     def _of_window(self, operation: OfWindow) -> None:
         """State does not travel for a step that is skipped, once that is known."""
-        if not self._decision.skip:
+        if not self.rules.decision.skip:
             self._placements[operation.window.bucket.placement].travel(operation)
 
     def _of_bucket(self, operation: OfBucket) -> None:
         """Let the placement run it that has the bucket or chunk."""
         placement = self._placements[operation.bucket.placement]
-        placement.run(operation, self.rules.maths(placement))
+        placement.run(operation, self.rules.math)
 
     def _of_chunk(self, operation: OfChunk) -> None:
         """Blocks do not travel for a step that is skipped."""
-        if not self._decision.skip:
+        if not self.rules.decision.skip:
             self._of_bucket(operation)
 
     def _measure(self, _: Measure) -> None:
         assert self.rules.sizes is not None
-        self.rules.sizes.combine(self._plan.ranks, self._device, self._plan.groups_of_stages())
+        self.rules.sizes.combine(self._plan.ranks, self._device, self._plan.groups_of_stages)
 
     def metrics(self, groups: int) -> dict[str, Tensor]:
         """See `RuleOptimizer.metrics`."""

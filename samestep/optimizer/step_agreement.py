@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import CollectiveError
-from samestep.comm.groups import RankGroup
+from samestep.comm.joint_call import JointCall, sent_from
 from samestep.comm.presence import (
     AllSwapped,
     Call,
-    JointCall,
     RankFailure,
     RankProblemError,
     any_problem,
-    sent_from,
 )
 from samestep.groups.param_groups import Group
 from samestep.optimizer.optimizer_plan import OptimizerPlan
@@ -93,7 +91,7 @@ class StepAgreement:
         a problem raises it.
         """
         problem = self._problem_of_any()
-        for ranks in self.all_participants(), self._plan.stages:
+        for ranks in self._plan.participants, self._plan.stages:
             if ranks is None or self._device.type != "cpu":
                 continue
             try:
@@ -107,19 +105,6 @@ class StepAgreement:
         if problem.swapped and self._found is not None:
             raise self._found
         raise problem.error
-
-    def all_participants(self) -> RankGroup | None:
-        """All ranks that take part, where no placement has all of them; None: not needed.
-
-        Without those of other stages, which hear of it over `stage_group`.
-        """
-        held_by = [placement.held_by for placement in self._placements]
-        over_stages = self._plan.groups_of_stages()
-        groups = {g.members: g for g in held_by if g is not None and g not in over_stages}
-        if len(groups) < 2:
-            return None
-        members = {rank for group in groups for rank in group}
-        return next((g for g in groups.values() if members == set(g.members)), self._plan.ranks)
 
     # --- calls between steps -----------------------------------------------------------------
 
@@ -142,7 +127,7 @@ class StepAgreement:
                     raise
                 except Exception as error:  # which those of the next one have to know
                     problem = problem or RankFailure(error)
-        everyone = self.all_participants() if only is None else None
+        everyone = self._plan.participants if only is None else None
         if everyone is not None:
             device = sent_from(everyone, self._placements[0].device)
             problem = any_problem(problem, everyone, device, call)

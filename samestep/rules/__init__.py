@@ -3,8 +3,16 @@
 from samestep.rules.adamuon import AdaMuonRule
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
-from samestep.rules.rule import Direction, OwnedStateRule, Rule, StagedRule, SummingRule, Update
-from samestep.rules.stages import owned_state, staged_update
+from samestep.rules.rule import (
+    Direction,
+    OwnedStateRule,
+    Rule,
+    StagedRule,
+    SummingRule,
+    Update,
+    owned_state,
+    staged_update,
+)
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (MuonRule(), AdamWRule(), AdaMuonRule())}
 

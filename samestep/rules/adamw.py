@@ -160,7 +160,10 @@ def _step(
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
     exp_avg = torch.lerp(exp_avg, grad, in_dtype(1 - beta1, grad), out=into(exp_avg))
     exp_avg_sq = torch.mul(exp_avg_sq, beta2, out=into(exp_avg_sq))
-    _add_product(exp_avg_sq, grad, 1 - beta2, grad)
+    if reads:
+        exp_avg_sq.addcmul_(grad, grad, value=1 - beta2)
+    else:  # a tensor as factor needs a product of its own
+        exp_avg_sq.addcmul_(grad * (1 - beta2), grad)
     new_state = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     second_moment = exp_avg_sq
     if options["amsgrad"]:
@@ -206,11 +209,3 @@ def _fused_step(
         return state["exp_avg"] / denominator.mul_(correction1)
 
     return Update(param, dict(state), direction)
-
-
-def _add_product(into: Tensor, left: Tensor, factor: Any, right: Tensor) -> None:
-    """`into` + factor left right; a tensor as factor needs a product of its own."""
-    if isinstance(factor, Tensor):
-        into.addcmul_(left * factor, right)
-    else:
-        into.addcmul_(left, right, value=factor)

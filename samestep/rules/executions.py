@@ -46,14 +46,16 @@ EXECUTIONS = {
 _PLAIN = DeviceExecution()
 
 
-def update_on(device: torch.device) -> Any:
-    """The function that updates operands with kernels on a device; None: none does."""
-    own = EXECUTIONS.get(device.type, _PLAIN)
-    return _usable(own.update, own.missing, device)
+def executions_on(device: torch.device) -> tuple[Any, Any]:
+    """The `update` and the `run` of a device, each None where plain or compiled torch runs."""
+    own = EXECUTIONS.get(device.type)
+    if own is None:
+        return None, None
+    return _usable(own.update, own.missing, device), _usable(own.run, None, device)
 
 
 def prepare_on(device: torch.device) -> Any:
-    """The function that compiles beforehand what `update_on` gives will launch, or None."""
+    """The function that compiles what `update` will launch, or None."""
     own = EXECUTIONS.get(device.type, _PLAIN)
     return _usable(own.prepare, own.missing, device)
 
@@ -62,12 +64,6 @@ def products_on(device: torch.device) -> Any:
     """The function that orthogonalizes blocks with kernels on a device; None: plain torch does."""
     own = EXECUTIONS.get(device.type, _PLAIN)
     return _usable(own.products, own.missing_products, device)
-
-
-def run_on(device: torch.device) -> Any:
-    """The function that runs a rule on a device in place of plain or compiled torch, or None."""
-    own = EXECUTIONS.get(device.type, _PLAIN)
-    return _usable(own.run, None, device)
 
 
 def _usable(name: str | None, missing: str | None, device: torch.device) -> Any:

@@ -8,14 +8,14 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from samestep.rules import checks
-from samestep.rules.basin import TOLERANCE, Coefficients, as_table, basin_of
+from samestep.rules.basin import TOLERANCE, Table, basin_of
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
     EpsForm,
@@ -34,8 +34,8 @@ from samestep.rules.rule import (
     in_dtype,
     number,
     on_host,
+    staged_update,
 )
-from samestep.rules.stages import staged_update
 
 # Larger elements of a gradient count as this. All that is made of them fits 32 bits: differences,
 # momenta that are sums up to a momentum of 0.999, norms of blocks of 2^40 elements.
@@ -289,7 +289,9 @@ def _depends_on_company(blocks: Tensor, options: Options) -> bool:
     """
     if not blocks.is_cuda:
         return False
-    dtype = options["compute_dtype"] or default_compute_dtype(blocks, table_of(options))
+    dtype = options["compute_dtype"] or default_compute_dtype(
+        blocks.dtype, blocks.device.type, table_of(options)
+    )
     wide = dtype.itemsize > 2 or options["ns_start"] != "norm"
     return wide and not torch.compiler.is_compiling()
 
@@ -392,7 +394,20 @@ def lr_factor(rows: int, cols: int, adjust_lr: str | None, scale: float = 1.0) -
 
 def largest_singular_value(options: Options) -> float:
     """More than any singular value that the orthogonalization of a group can give."""
-    return basin_of(as_table(table_of(options)), norm_factor_of(options)).largest[-1] + TOLERANCE
+    own, steps = options["ns_coefficients"], options["ns_steps"]
+    return _largest(
+        options["orthogonalize"],
+        steps,
+        None if own is None else step_coefficients(options["orthogonalize"], steps, own),
+        options["norm_factor"],
+    )
+
+
+@lru_cache(maxsize=256)
+def _largest(method: str, steps: int | None, own: Table | None, factor: float | None) -> float:
+    table = own or step_coefficients(method, steps)
+    factor = POLYNOMIALS[method].norm_factor if factor is None else factor
+    return basin_of(table, factor).largest[-1] + TOLERANCE
 
 
 def norm_factor_of(options: Options) -> float:
@@ -401,7 +416,7 @@ def norm_factor_of(options: Options) -> float:
     return POLYNOMIALS[options["orthogonalize"]].norm_factor if asked is None else asked
 
 
-def table_of(options: Options) -> list[Coefficients]:
+def table_of(options: Options) -> Table:
     """The coefficients of the steps that a group asks for."""
     return step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]

@@ -24,7 +24,7 @@ for square Gaussian ones. `start` takes another bound of it, from the first Gram
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ from samestep.layout.blocks import Block
 from samestep.rules.basin import (
     FEW_ROWS,
     ROUNDOFF,
+    Table,
     as_table,
     constant_for_compilers,
     gram_segments,
@@ -169,25 +170,84 @@ def orthogonalize(
     its factor on the norm, which `norm_factor` does; `steps=None` runs as many steps as the table
     has (`step_coefficients`). Another `start` than "norm" is plain torch's on every device.
     """
-    table = step_coefficients(method, steps, coefficients)
-    rows, cols = blocks.shape[-2:]
     if blocks.numel() == 0:
         return blocks.clone()
-    dtype = compute_dtype or default_compute_dtype(blocks, table)
-    by_kernels = start == "norm" and kernels_run(table, dtype, blocks.device)
-    run = products_on(blocks.device) if by_kernels else partial(orthogonalize_plain, start=start)
-    # Kernels multiply in float16 whatever 16 bits they are given.
-    products = torch.float16 if by_kernels else dtype
-    found: Tensor = run(
-        blocks.reshape(-1, rows, cols),
-        table,
-        execution or cheaper_execution(rows, cols, table, products),
-        norm_factor=POLYNOMIALS[method].norm_factor if norm_factor is None else norm_factor,
-        eps=eps,
-        eps_form=eps_form,
-        dtype=dtype,
+    rows, cols = blocks.shape[-2:]
+    device, stack = blocks.device, blocks.reshape(-1, rows, cols)
+    plan = plan_orthogonalization(
+        method,
+        steps,
+        coefficients,
+        norm_factor,
+        execution,
+        compute_dtype,
+        (rows, cols, blocks.dtype, device.type),
     )
+    in_16_bits = plan.dtype.itemsize == 2
+    if start == "norm" and in_16_bits and kernels_run(plan.table, plan.dtype, device):
+        found: Tensor = products_on(device)(
+            stack,
+            plan.table,
+            # Kernels multiply in float16 whatever 16 bits they are given.
+            execution or cheaper_execution(rows, cols, plan.table, torch.float16),
+            norm_factor=plan.norm_factor,
+            eps=eps,
+            eps_form=eps_form,
+            dtype=plan.dtype,
+        )
+    else:
+        found = _orthogonalize(stack, plan, eps, eps_form, start)
     return found.reshape(blocks.shape)
+
+
+class OrthogonalizationPlan(NamedTuple):
+    """The decisions about blocks of one shape, dtype and kind of device in plain torch.
+
+    table: (a, b, c) of each step.
+    norm_factor: of a block's norm, before the first step.
+    segments: the ranges of steps that share one Gram matrix; None: the standard execution.
+    dtype: of the products.
+    """
+
+    table: Table
+    norm_factor: float
+    segments: tuple[tuple[int, int], ...] | None
+    dtype: torch.dtype
+
+
+@constant_for_compilers
+def plan_orthogonalization(
+    method: str,
+    steps: int | None,
+    coefficients: CoefficientsLike | None,
+    norm_factor: float | None,
+    execution: Execution | None,
+    compute_dtype: torch.dtype | None,
+    of: tuple[int, int, torch.dtype, str],  # rows and columns of blocks, dtype, kind of device
+) -> OrthogonalizationPlan:
+    """Decide once what the options of a group mean for blocks of one kind."""
+    table = None if coefficients is None else step_coefficients(method, steps, coefficients)
+    return _planned(method, steps, table, norm_factor, execution, compute_dtype, of)
+
+
+@lru_cache(maxsize=1024)
+def _planned(
+    method: str,
+    steps: int | None,
+    table: Table | None,
+    norm_factor: float | None,
+    execution: Execution | None,
+    compute_dtype: torch.dtype | None,
+    of: tuple[int, int, torch.dtype, str],
+) -> OrthogonalizationPlan:
+    """The plan; cached, because a step is short beside it."""
+    rows, cols, dtype, device = of
+    table = table or step_coefficients(method, steps)
+    dtype = compute_dtype or default_compute_dtype(dtype, device, table)
+    execution = execution or cheaper_execution(rows, cols, table, dtype)
+    segments = gram_segments(table, dtype, min(rows, cols)) if execution == "gram" else None
+    factor = POLYNOMIALS[method].norm_factor if norm_factor is None else norm_factor
+    return OrthogonalizationPlan(table, factor, segments, dtype)
 
 
 def orthogonalize_plain(
@@ -202,13 +262,24 @@ def orthogonalize_plain(
     start: Start = "norm",
 ) -> Tensor:
     """Orthogonalize in plain torch, on any device; all products are of `dtype`."""
+    short = min(blocks.shape[1:])
+    segments = gram_segments(as_table(table), dtype, short) if execution == "gram" else None
+    plan = OrthogonalizationPlan(as_table(table), norm_factor, segments, dtype)
+    return _orthogonalize(blocks, plan, eps, eps_form, start)
+
+
+def _orthogonalize(
+    blocks: Tensor, plan: OrthogonalizationPlan, eps: float, eps_form: EpsForm, start: Start
+) -> Tensor:
+    """Scale blocks (B, rows, cols), and iterate on their wide orientation."""
     rows, cols = blocks.shape[1:]
+    dtype = plan.dtype
     # The range of float16 is too small for gradients and their norms: scaled before the cast. And
     # what scales a block once more has 32 bits, so that blocks are rounded to 16 only once.
     first = dtype == torch.float16 or (start != "norm" and dtype.itemsize == 2)
     wide = torch.promote_types(blocks.dtype, torch.float32) if first else dtype
     X = blocks if blocks.dtype == wide else blocks.to(wide)
-    X = scale_to_unit_norm(X, norm_factor, eps, eps_form)
+    X = scale_to_unit_norm(X, plan.norm_factor, eps, eps_form)
     if rows > cols:
         X = X.mT
     A: Tensor | None = None
@@ -219,7 +290,10 @@ def orthogonalize_plain(
     if X.dtype != dtype:
         X, A = X.to(dtype), None  # that of the rounded block is another
     X = X.contiguous()
-    X = _gram(X, table, A) if execution == "gram" else _standard(X, table, A)
+    if plan.segments is None:
+        X = _standard(X, plan.table, A)
+    else:
+        X = _gram(X, plan.table, plan.segments, A)
     if rows > cols:
         X = X.mT
     return X if X.dtype == blocks.dtype else X.to(blocks.dtype)
@@ -237,16 +311,18 @@ def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch
 
 
 def default_compute_dtype(
-    blocks: Tensor, table: Sequence[Coefficients] | None = None
+    dtype: torch.dtype, device: str, table: Sequence[Coefficients] | None = None
 ) -> torch.dtype:
     """16 bits where the hardware is made for it, 32 on CPU and XLA; float64 blocks keep theirs.
 
     float16, not bfloat16: blocks are scaled, so its range suffices, and its 3 bits more are what
     the margins of Polar Express are about. A table that has no room even for those: 32 bits.
+
+    device: the kind of device, as "cuda".
     """
-    if blocks.dtype == torch.float64:
+    if dtype == torch.float64:
         return torch.float64
-    if blocks.device.type in ("cpu", "xla") or not (table is None or has_room(table)):
+    if device in ("cpu", "xla") or not (table is None or has_room(table)):
         return torch.float32
     return torch.float16
 
@@ -261,7 +337,7 @@ def step_coefficients(
     method: str,
     steps: int | None = None,
     coefficients: CoefficientsLike | None = None,
-) -> list[Coefficients]:
+) -> Table:
     """One (a, b, c) per step, of the method's table or of the caller's own.
 
     `steps=None`: as many as the table has, and `USUAL_STEPS` of a single triple. More than that
@@ -280,7 +356,7 @@ def step_coefficients(
             f"ns_steps is {steps}, but ns_coefficients has {len(triples)} triples, one per step: "
             f"leave ns_steps out (None) to run all of them, or give the first {steps} alone"
         )
-    return [triples[min(step, len(triples) - 1)] for step in range(steps)]
+    return as_table([triples[min(step, len(triples) - 1)] for step in range(steps)])
 
 
 def scale_to_unit_norm(X: Tensor, norm_factor: float, eps: float, eps_form: EpsForm) -> Tensor:
@@ -336,12 +412,14 @@ def _standard(X: Tensor, table: Sequence[Coefficients], A: Tensor | None = None)
     return X
 
 
-def _gram(X: Tensor, table: Sequence[Coefficients], first: Tensor | None = None) -> Tensor:
-    """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end X <- Q X.
+def _gram(
+    X: Tensor, table: Table, segments: Sequence[tuple[int, int]], first: Tensor | None = None
+) -> Tensor:
+    """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end of a segment X <- Q X.
 
     X: (B, m, n); first: the first A, if known.
     """
-    for start, stop in gram_segments(table, X.dtype, X.shape[1]):
+    for start, stop in segments:
         known = first if start == 0 else None
         if stop == start + 1:
             X = _standard(X, table[start:stop], known)

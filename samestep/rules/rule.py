@@ -7,10 +7,13 @@ select between old and new values afterwards.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from samestep.rules.exact_sums import sums_of_blocks
 
 Shape = tuple[int, ...]
 Tensors = Mapping[str, Tensor]  # state or scalars, by name
@@ -69,8 +72,7 @@ class StagedRule(Protocol):
     """A matrix rule whose `update` is three steps, of which only the second needs whole blocks.
 
     So a rank that holds a part of a block can do the first and the last by itself, and only what
-    goes into and comes out of the second has to travel. `rules.stages.staged_update` is its
-    `update`.
+    goes into and comes out of the second has to travel. `staged_update` is its `update`.
     """
 
     def prepare(
@@ -197,6 +199,70 @@ class BoundedRule(Protocol):
     def largest_norm(self, shape: Shape, options: Options) -> float:
         """More than the norm of any direction of a block of this shape."""
         ...
+
+
+# --- the stages of a rule, one after the other, where blocks are whole -------------------------
+
+
+def staged_update(
+    rule: StagedRule,
+    param: Tensor,
+    grad: Tensor,
+    state: Tensors,
+    scalars: Tensors,
+    options: Options,
+) -> Update:
+    """The `update` of a rule with stages: one step on a stack of blocks, (B, rows, cols)."""
+    prepared, kept = rule.prepare(grad, state, scalars, options)
+    direction, of_blocks = rule.transform(prepared, state, scalars, options)
+    shape = param.shape[-2], param.shape[-1]
+    if hasattr(rule, "summands"):  # as `is_summing`
+        new_param = finished(rule, param, direction, shape, scalars, options)
+    else:
+        new_param = rule.finish(param, direction, shape, scalars, options)
+    return Update(new_param, {**kept, **of_blocks}, lambda: direction)
+
+
+def finished(
+    rule: StagedRule,
+    param: Tensor,
+    direction: Tensor,
+    block_shape: Shape,
+    scalars: Tensors,
+    options: Options,
+) -> Tensor:
+    """The last stage on a stack of whole blocks, with the sums that it needs."""
+    if is_summing(rule):
+        terms = rule.summands(param, direction, block_shape, scalars, options)
+        scalars = {**scalars, **sums_of_blocks(terms)}
+    return rule.finish(param, direction, block_shape, scalars, options)
+
+
+@cache
+def follows(kind: type, protocol: type) -> bool:
+    """Whether a class has the members of a protocol: asking takes as long as a small update."""
+    return issubclass(kind, protocol)
+
+
+def is_staged(rule: Rule | StagedRule) -> TypeGuard[StagedRule]:
+    """Whether a rule can be run on parts of a block, but for one stage."""
+    return follows(type(rule), StagedRule)
+
+
+def is_summing(rule: Rule | StagedRule) -> TypeGuard[SummingRule]:
+    """Whether the last stage of a rule needs sums over whole blocks."""
+    return hasattr(rule, "summands")  # as torch.compile can trace it, where a cache is warned of
+
+
+def owned_state(rule: Rule, options: Options) -> frozenset[str]:
+    """The state of a rule that the owner of a block alone has."""
+    if follows(type(rule), OwnedStateRule):
+        assert isinstance(rule, OwnedStateRule)
+        return frozenset(rule.owned_state(options))
+    return frozenset()
+
+
+# --- numbers -----------------------------------------------------------------------------------
 
 
 def math_dtype(param: Tensor) -> torch.dtype:

@@ -14,8 +14,7 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.fused_rows import rows_in, whole_name, without_wrappers
 from samestep.layout.splits import Form
 from samestep.rules.noise import Origin, seed_of
-from samestep.rules.rule import Rule, math_dtype
-from samestep.rules.stages import owned_state
+from samestep.rules.rule import Rule, math_dtype, owned_state
 from samestep.rules.stored import (
     BLOCKS,
     EIGHT_BITS,

@@ -25,7 +25,7 @@ from torch import Tensor
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import RankGroup, ranks_text, registry
 from samestep.comm.integrity.agreement import RanksDisagreeError, gather_rows, gather_texts
-from samestep.comm.presence import sent_from
+from samestep.comm.joint_call import sent_from
 from samestep.layout.boxes import local_of, mesh_of
 from samestep.tooling.warn import some
 

@@ -80,7 +80,6 @@ class LocalParameters(Placement):
     # --- the step --------------------------------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
-        super().begin_step(state, problem)
         if self.distribution.check_gradients:
             self.problem = self._not_finite()
         if self.distribution.offload is not None:

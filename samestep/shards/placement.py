@@ -74,7 +74,6 @@ class Placement:
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         """The step begins with this state: no gradient comes any more."""
-        self._state = state
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Do an operation of the schedule that is about a bucket or chunk of this placement."""

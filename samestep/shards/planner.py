@@ -20,14 +20,12 @@ from samestep.groups.param_groups import (
     rule_of,
 )
 from samestep.groups.tied import TiedMembers, ranks_of, refuse_other_places, tied_members
-from samestep.kernels.call import on_device_of
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import mesh_of
 from samestep.plan.sharding import ParamSpec
 from samestep.rules import checks
-from samestep.rules.rule import math_dtype
-from samestep.rules.stages import is_summing
+from samestep.rules.rule import is_summing, math_dtype
 from samestep.rules.state import StoredTensors, state_shapes, stored_tensors
 from samestep.shards.copies import Copies, find_copies, refuse_copies_nobody_averages
 from samestep.shards.placement import Placement, PlanMembers
@@ -138,7 +136,7 @@ class Planner:
                 for block in blocks[param] or ()
                 for shape in block.matrices
             }
-            with on_device_of(params[0]):
+            with torch.cuda.device_of(params[0]):  # type: ignore[no-untyped-call]
                 settle(shapes, params[0].device, self.ranks)
 
     def own_reduction(self, index: int, group: Group) -> GroupReduction | None:

@@ -7,15 +7,23 @@ whatever the dtype of the parameter.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from samestep.rules.converted import is_rounded
 from samestep.rules.noise import Origin
-from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule, math_dtype
-from samestep.rules.stages import follows
+from samestep.rules.rule import (
+    BoundedRule,
+    InPlaceRule,
+    Rule,
+    StagedRule,
+    TogetherRule,
+    follows,
+    math_dtype,
+)
 from samestep.rules.state import MASTER, MASTERS, State
 from samestep.rules.stored import (
     REMAINDER_KEY,
@@ -78,7 +86,7 @@ class GroupMath(NamedTuple):
         return -grad if self.maximize else grad
 
 
-GroupMaths = Callable[[int], GroupMath]  # by index of the group
+GroupMaths = Callable[[int, torch.device], GroupMath]  # by index of the group
 
 
 class Result(NamedTuple):
@@ -128,11 +136,12 @@ def update_together(
     """
     if math.only_if is not None or math.sizes is not None or run is not run_rule:
         return False
-    if not _is_together(rule) or not rule.runs_together(math.options):
+    if not follows(type(rule), TogetherRule):
         return False
-    if not all(map(_is_plain, operands)):
+    together = cast("TogetherRule", rule)
+    if not together.runs_together(math.options) or not all(map(_is_plain, operands)):
         return False
-    rule.update_all_(
+    together.update_all_(
         [operand.param for operand in operands],
         [operand.grad for operand in operands],
         [operand.state for operand in operands],
@@ -140,14 +149,6 @@ def update_together(
         math.options,
     )
     return True
-
-
-def _is_together(rule: Rule) -> TypeGuard[TogetherRule]:
-    return follows(type(rule), TogetherRule)
-
-
-def _is_in_place(rule: Rule) -> TypeGuard[InPlaceRule]:
-    return follows(type(rule), InPlaceRule)
 
 
 def is_bounded(rule: Rule | StagedRule) -> TypeGuard[BoundedRule]:
@@ -183,8 +184,8 @@ def update_elementwise(
     # Nothing to select or convert afterwards: the rule may write into place by itself.
     plain = only_if is None and operand.present is None and not measure and run is run_rule
     in_place = param is operand.param and all(state[key] is operand.state[key] for key in state)
-    if plain and in_place and _is_in_place(rule):
-        rule.update_(param, grad, state, scalars, options)
+    if plain and in_place and follows(type(rule), InPlaceRule):
+        cast("InPlaceRule", rule).update_(param, grad, state, scalars, options)
         return None
     new = run(rule, param, grad, state, scalars, options, measure)
     _write(operand, new, only_if)
@@ -254,25 +255,28 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
     there the parameter counts.
     """
     param, grad, state = operand.param, operand.grad, operand.state
-    return exact_value(param, state), _in(math_dtype(param), grad), wide_state(param, state)
+    dtype = math_dtype(param)
+    grad = grad if grad.dtype == dtype else grad.to(dtype)
+    return exact_value(param, state), grad, wide_state(param, state)
 
 
 def wide_state(param: Tensor, state: State) -> State:
     """Moments in the math dtype, whatever they are kept in; a count of steps with them."""
-    dtype, skipped = math_dtype(param), _no_moments(state)
+    dtype = math_dtype(param)
     found = {}
-    for key, tensor in state.items():
-        scale = state.get(key + SCALE_SUFFIX)
+    for key in moment_keys(tuple(state)):
+        tensor, scale = state[key], state.get(key + SCALE_SUFFIX)
         if scale is not None:
-            found[key] = _in(dtype, _decoded(tensor, scale))
-        elif key not in skipped:
-            found[key] = _in(dtype, tensor)
+            tensor = _decoded(tensor, scale)
+        found[key] = tensor if tensor.dtype == dtype else tensor.to(dtype)
     return found
 
 
-def _no_moments(state: State) -> set[str]:
-    """Master copies, and the scales of what is kept in 8 bits."""
-    return {*MASTERS, *(key + SCALE_SUFFIX for key in state)}
+@lru_cache(maxsize=256)
+def moment_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys of a state without main parameters, and without scales of what has 8 bits."""
+    skipped = {*MASTERS, *(key + SCALE_SUFFIX for key in keys)}
+    return tuple(key for key in keys if key not in skipped)
 
 
 def _blocked_dim(codes: Tensor, scale: Tensor) -> int:
@@ -290,10 +294,11 @@ def exact_value(param: Tensor, state: State) -> Tensor:
     """A parameter in the math dtype: its master copy, wherever that is still the same."""
     if REMAINDER_KEY in state:
         return join_remainder(param, state[REMAINDER_KEY])
-    value = _in(math_dtype(param), param)
+    dtype = math_dtype(param)
+    value = param if param.dtype == dtype else param.to(dtype)
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
-        value = torch.where(is_rounded(param, master), _in(value.dtype, master), value)
+        value = torch.where(is_rounded(param, master), master.to(dtype), value)
     return value
 
 
@@ -304,7 +309,8 @@ def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tupl
         yield param, rounded
         yield state[REMAINDER_KEY], rest.reshape(state[REMAINDER_KEY].shape)
         return
-    yield param, _in(param.dtype, value)
+    # `to` is not called where nothing is converted: it takes several microseconds.
+    yield param, value if value.dtype == param.dtype else value.to(param.dtype)
     if MASTER in state:
         yield state[MASTER], value.reshape(state[MASTER].shape)
 
@@ -316,11 +322,8 @@ def state_pairs(
 
     Elements that are rounded at random are so by bits of their own, which `origin` knows.
     """
-    skipped = _no_moments(state)
-    for key, tensor in state.items():
-        if key in skipped:
-            continue
-        value = new.get(key, step)
+    for key in moment_keys(tuple(state)):
+        tensor, value = state[key], new.get(key, step)
         assert value is not None
         value = value.reshape(tensor.shape)
         if origin is None or key not in origin.seeds or step is None:
@@ -353,11 +356,6 @@ def scale(param: Tensor, state: State, factor: Tensor) -> None:
     value = exact_value(param, own).mul_(factor)
     for old, new in parameter_pairs(param, state, value):
         old.copy_(new)
-
-
-def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """A tensor in a dtype; `to` is not called where nothing is converted: it takes several us."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:

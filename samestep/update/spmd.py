@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.rules.rule import Rule
-from samestep.rules.stages import finished, is_staged
+from samestep.rules.rule import Rule, finished, is_staged
 from samestep.rules.state import State
 from samestep.update.plain import Result, Scalars, direction_squares, run_rule
 from samestep.xla.tiling import Tiling, annotate, tiling_of, whole_on_all

@@ -200,9 +200,8 @@ def test_known_tables_are_taken(name):
                 [nn.Parameter(torch.zeros(2, 3))],
                 orthogonalize=method, ns_coefficients=table, compute_dtype=dtype,
             )  # fmt: skip
-    on_gpu = torch.zeros(1, device="meta")
     wanted = torch.float32 if name == "CANS" else torch.float16
-    assert default_compute_dtype(on_gpu, table) == wanted
+    assert default_compute_dtype(torch.float32, "cuda", table) == wanted
 
 
 REFUSED = {

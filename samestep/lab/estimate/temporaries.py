@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented; the on
 from torch.utils._pytree import tree_leaves
 
 from samestep.groups.param_groups import rule_of
-from samestep.rules.rule import Rule, math_dtype
-from samestep.rules.stages import is_staged
+from samestep.rules.rule import Rule, is_staged, math_dtype
 from samestep.rules.state import is_elementwise, state_shapes, stored_tensors
 from samestep.update.plain import Operand, run_rule, update_blocks, update_elementwise
 

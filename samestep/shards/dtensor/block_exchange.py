@@ -8,7 +8,7 @@ the same travels.
 import operator
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from samestep.plan.chunks import OF_WHOLE, Chunk, PlannedBlock, owned_blocks
 from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, Sum, Transform, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.exact_sums import WIDTH, digits_of, nothing, total_of
-from samestep.rules.rule import StagedRule, math_dtype
-from samestep.rules.stages import is_summing
+from samestep.rules.rule import BoundedRule, StagedRule, follows, is_summing, math_dtype
 from samestep.rules.state import State
 from samestep.shards.dtensor.local_chunk import BlockShard, LocalChunk
 from samestep.shards.dtensor.local_shards import LocalShards
@@ -32,7 +31,6 @@ from samestep.update.plain import (
     GroupMaths,
     direction_squares,
     exact_value,
-    is_bounded,
     new_count,
     parameter_pairs,
     state_pairs,
@@ -50,6 +48,8 @@ class BlockExchange:
         self._local, self.chunks = local, chunks
         local.owned = owned_blocks(chunks, local.group.rank, len(local.specs))
         self._local_chunks: list[LocalChunk] = []
+        self._version = local.version  # of what views were made of
+        self._fetched: set[int] = set()  # chunks with state from the host, in this step
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, PlainStages | KernelStages] = {}  # chunks that are on their way
@@ -77,8 +77,10 @@ class BlockExchange:
 
     def begin_step(self) -> None:
         """Parameters and state are those of this step, and its gradients are there."""
-        for chunk in self._local_chunks:
-            chunk.begin_step()
+        if self._version != self._local.version:  # some were replaced since the last step
+            self._version = self._local.version
+            for chunk in self._local_chunks:
+                chunk.forget_views()
         if self._kernels is not None:
             self._kernels.begin_step(self._local)
 
@@ -97,6 +99,7 @@ class BlockExchange:
                 if arrived is not None:
                     parts = arrived(WindowId(operation.bucket, "chunk"))
                     moved = self._local_chunks[number].take_fetched(parts)
+                    self._fetched.add(number)
                     if self._kernels is not None and moved:
                         self._kernels.forget(number)
                 kernels = self._kernels and self._kernels.stages(self._local, number, math)
@@ -116,8 +119,9 @@ class BlockExchange:
     def end_step(self) -> None:
         """Everything was taken and placed, or the step has failed."""
         self._running = {}
-        for chunk in self._local_chunks:
-            chunk.end_step()
+        for number in self._fetched:  # that state is gone again
+            self._local_chunks[number].forget_views()
+        self._fetched.clear()
         if self._kernels is not None:
             self._kernels.end_step()
 
@@ -179,8 +183,8 @@ class PlainStages:
                 of_group.scalars,
                 of_group.options,
             )
-            if of_group.bounds is not None and is_bounded(rule):
-                largest = rule.largest_norm(shape, of_group.options)
+            if of_group.bounds is not None and follows(type(rule), BoundedRule):
+                largest = cast("BoundedRule", rule).largest_norm(shape, of_group.options)
                 squares, group = direction_squares(found), local.specs[first.param].group
                 of_group.bounds.look_at(group, squares, largest, of_group.only_if)
             found = found.to(self._chunk.dtype)  # as others get it: copies must not drift apart
@@ -230,7 +234,7 @@ class PlainStages:
         """Start sending everyone the parts of the directions that they hold."""
         chunk, back = self._chunk, self._chunk.giving_back
         assert back is not None
-        states = chunk.packed_states()
+        states = chunk.packed_states() if chunk.states_sent else {}
         back.send(
             states[place] if what == OF_WHOLE else self._directions[place][slices]
             for _, (place, what), _, slices, _, _ in back.out.parts
@@ -248,7 +252,8 @@ class PlainStages:
             if not is_summing(rule):
                 continue
             names = rule.sums(of_group.options)
-            value, direction = self._value(shard), directions[shard.place]
+            target, kept, _ = chunk.views(shard)
+            value, direction = exact_value(target, kept), directions[shard.place]
             for part in self._parts(shard, apart=True):
                 terms = rule.summands(
                     part.of(value),
@@ -274,10 +279,11 @@ class PlainStages:
             planned, direction = shard.planned, directions[shard.place]
             rule, of_group = local.staged(planned, math)
             target, kept, _ = chunk.views(shard)
-            value = self._value(shard)
+            value = exact_value(target, kept)
             new = self._finished(rule, shard, value, direction.to(value.dtype), of_group, totals)
             local.put(planned, of_group, parameter_pairs(target, kept, new))
-            local.count(planned, of_group, direction)
+            if of_group.sizes is not None:
+                local.count(planned, of_group, direction)
 
     def _directions_here(self) -> dict[int, Tensor]:
         """The directions of this rank's shards: its own, and those that have come, once awaited."""
@@ -295,11 +301,6 @@ class PlainStages:
                 found[shard.place] = self._directions[shard.place][shard.in_block]
         self._of_shards = found
         return found
-
-    def _value(self, shard: BlockShard) -> Tensor:
-        """A shard's values in the math dtype."""
-        target, kept, _ = self._chunk.views(shard)
-        return exact_value(target, kept)
 
     def _parts(self, shard: BlockShard, *, apart: bool) -> "Iterator[_PartOfShard]":
         """A shard as parts of matrices of one shape, or if `apart` of one matrix."""

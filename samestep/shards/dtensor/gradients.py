@@ -128,6 +128,8 @@ def combine_gradients(
         if not isinstance(param, DTensor):
             continue
         grad = param.grad if param.grad is not None else (nothing or {}).get(param)
+        if getattr(grad, "placements", None) == param.placements:
+            continue  # as FSDP2 gives it
         if is_partial(grad):
             found.append(param)
             # An equal mesh has other groups, and who lacks a gradient knows those of the parameter.
@@ -141,6 +143,8 @@ def combine_gradients(
         ):
             param.grad = grad.redistribute(placements=cut_as(param.placements, grad.placements))
     sums: dict[Tensor, DTensor] = {}
+    if not partial:
+        return sums
     for param, combined in zip(found, combine(partial), strict=True):
         if param.grad is None:
             sums[param] = combined

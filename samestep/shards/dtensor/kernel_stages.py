@@ -51,7 +51,7 @@ class StepTables:
     def of_group(self, group: int, math: GroupMaths) -> tuple[GroupMath, Step]:
         """The math of a group in this step."""
         if group not in self._maths:
-            found = math(group)
+            found = math(group, self._device)
             only_if = None if found.only_if is None else found.only_if.double()
             step = Step(found.scalars, found.options, found.factor, found.maximize, only_if)
             self._maths[group] = found, step

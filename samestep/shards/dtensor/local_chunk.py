@@ -58,6 +58,7 @@ class LocalChunk:
     owned: the blocks that it owns, by their place in the chunk.
     collection: brings blocks together. giving_back: returns shards of directions, and what belongs
         to whole blocks; None: every rank is an owner.
+    states_sent: the places of owned blocks whose state goes back with their directions.
     """
 
     def __init__(self, chunk: Chunk, local: LocalShards) -> None:
@@ -79,8 +80,7 @@ class LocalChunk:
         if chunk.giving_back is not None:
             self.giving_back = PackedExchange(chunk.giving_back, local.group, local.device)
         out = () if self.giving_back is None else self.giving_back.out.parts
-        self._states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
-        self._version = local.version
+        self.states_sent = {part.key[0] for part in out if part.key[1] == OF_WHOLE}
         self._views: dict[int, ShardViews] = {}  # by place of the block, as all that follow
         self._whole_states: dict[int, State] = {}
         self._fetched: dict[int, BlockState] = {}  # in this step
@@ -88,20 +88,9 @@ class LocalChunk:
 
     # --- views ---------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Forget views of parameters or state that were replaced since the last step."""
-        if self._version != self.local.version:
-            self._version = self.local.version
-            self._forget_views()
-
-    def end_step(self) -> None:
-        """State that was fetched from the host for this step is gone again."""
-        if self._fetched:
-            self._fetched = {}
-            self._forget_views()
-
-    def _forget_views(self) -> None:
-        self._views, self._whole_states = {}, {}
+    def forget_views(self) -> None:
+        """Parameters or state were replaced, or state that was fetched for a step is gone again."""
+        self._fetched, self._views, self._whole_states = {}, {}, {}
 
     def views(self, shard: BlockShard) -> ShardViews:
         """The tensors of a shard."""
@@ -188,8 +177,8 @@ class LocalChunk:
             changed = {"of_shard": state} if kind == "shard" else {"of_whole": state}
             found[place] = known._replace(**changed)
         before, self._fetched_before = self._fetched_before, found
+        self.forget_views()
         self._fetched = found
-        self._forget_views()
         return not _same_tensors(before, found)
 
     # --- what belongs to whole blocks, on its way ----------------------------------------
@@ -202,7 +191,7 @@ class LocalChunk:
     def packed_states(self) -> dict[int, Tensor]:
         """The state of whole blocks owned here, unrounded, as elements that travel."""
         found = {}
-        for place in self._states_sent:
+        for place in self.states_sent:
             flat = torch.cat([tensor.reshape(-1) for tensor in self._travelling(place)])
             found[place] = flat.to(self.wide).view(self.dtype)
         return found

@@ -16,8 +16,7 @@ from samestep.layout.boxes import Box, local_of
 from samestep.plan.chunks import PlannedBlock
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.rule import StagedRule
-from samestep.rules.stages import is_staged
+from samestep.rules.rule import StagedRule, is_staged
 from samestep.rules.state import GlobalElementIndex, State
 from samestep.update.plain import GroupMath, GroupMaths, Operand, put
 
@@ -101,7 +100,7 @@ class LocalShards:
 
     def staged(self, planned: PlannedBlock, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         """The rule of a block, and how it is run in this step."""
-        of_group = math(self.specs[planned.param].group)
+        of_group = math(self.specs[planned.param].group, self.device)
         assert is_staged(of_group.rule)
         return of_group.rule, of_group
 

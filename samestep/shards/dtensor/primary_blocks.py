@@ -19,7 +19,7 @@ from samestep.rules.state import GlobalElementIndex, State, global_element_index
 from samestep.shards.dtensor.block_exchange import BlockExchange
 from samestep.shards.dtensor.local_shards import LocalShards, refuse_unstaged
 from samestep.shards.dtensor.mesh_layout import MeshLayout
-from samestep.shards.replicated.piece_shards import PieceShards
+from samestep.shards.replicated.local_tensors import PieceShards
 
 
 class PrimaryBlocks:

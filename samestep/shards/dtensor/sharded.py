@@ -26,7 +26,6 @@ from samestep.plan.chunks import Key as BlockKey
 from samestep.plan.layouts import Key
 from samestep.plan.placement_plan import Topology, plan_placement
 from samestep.plan.schedule import OfBucket, Stage, WindowId
-from samestep.rules.noise import Origin
 from samestep.rules.state import (
     State,
     Stored,
@@ -76,6 +75,7 @@ class ShardedParameters(Placement):
         self.group_indices = tuple(sorted({spec.group for spec in members.specs}))
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
         self.device = self.params[0].to_local().device
+        self._on_host = self.device.type == "cpu"
         self._distribution = distribution
         try:
             self.layout = MeshLayout(self.params, self.specs, mesh)
@@ -226,7 +226,6 @@ class ShardedParameters(Placement):
     # --- the step ------------------------------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
-        super().begin_step(state, problem)
         changed = self._tensors.changed(self.group)
         self.problem = problem or changed or self._gradient_problem()
         values = [param.to_local() for param in self.params]
@@ -266,7 +265,9 @@ class ShardedParameters(Placement):
     def _gradient_problem(self) -> RankFailure | None:
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             grad = param.grad
-            if grad is not None and not fits(param, grad):
+            if grad is None or getattr(grad, "placements", None) == param.placements:
+                continue
+            if not fits(param, grad):
                 found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
                 message = (
                     f"the gradient of {spec.name!r} on rank {self._rank} is {found}, and the "
@@ -300,7 +301,8 @@ class ShardedParameters(Placement):
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         here = [summands(param) for param in self.params]
         present = self._presence.agree(here, problem, self.intent, whole=self._is_whole_along)
-        codes = self._summands_anywhere(here)
+        # The largest of all ranks; a GPU is waited for until there was one of each.
+        codes = self._presence.votes() if self._on_host else self._summands_anywhere(here)
         nothing: dict[Tensor, DTensor | None] = {
             param: no_summand(param, code)
             for param, code, anywhere in zip(self.params, codes, present, strict=True)
@@ -325,9 +327,7 @@ class ShardedParameters(Placement):
         return isinstance(grad, DTensor) and not grad.placements[axis].is_partial()
 
     def _summands_anywhere(self, here: Sequence[int]) -> list[int]:
-        """The largest `summands` of all ranks; a GPU is waited for until there was one of each."""
-        if self.device.type == "cpu":
-            return self._presence.votes()
+        """The largest `summands` of all ranks so far."""
         self._summands[:] = list(map(max, self._summands, here))
         if not all(self._summands):
             self._summands[:] = list(map(max, self._summands, self._presence.votes()))
@@ -346,8 +346,7 @@ class ShardedParameters(Placement):
             for index, spec in enumerate(self.specs):
                 if spec.blocks is None and self.shards.present[index] is not False:
                     value, grad = self.shards.values[index], self.shards.gradient_of(index)
-                    origin, state = self._origin(index), self.shards.states[index]
-                    yield self._operand(index, value, grad, state, origin)
+                    yield self._operand(index, value, grad, self.shards.states[index])
             return
         for part, state in self.arrived(window):
             index = part.unit.about
@@ -356,23 +355,25 @@ class ShardedParameters(Placement):
                 if not part.is_whole:
                     value = value.view(-1)[part.start : part.stop]
                     grad = grad.reshape(-1)[part.start : part.stop]
-                yield self._operand(index, value, grad, state, self._origin(index, part))
+                yield self._operand(index, value, grad, state, part)
 
     def _operand(
-        self, index: int, value: Tensor, grad: Tensor, state: State, origin: Origin | None
+        self,
+        index: int,
+        value: Tensor,
+        grad: Tensor,
+        state: State,
+        part: OffloadSlice | None = None,
     ) -> tuple[int, Operand]:
-        present = self.shards.present[index]
+        """The local part of an elementwise parameter, or a range of it, with its group."""
+        present, where = self.shards.present[index], self.shards.elements[index]
         flag = present if isinstance(present, Tensor) else None
+        if where is not None and part is not None and not part.is_whole:
+            where = where.stretch(part.start, part.stop)
+        origin = None if where is None else where.origin()
         counted, share = self.shards.is_primary(index), self.shards.share
         operand = Operand(value, grad, state, flag, counted, share, origin=origin)
         return self.specs[index].group, operand
-
-    def _origin(self, index: int, part: OffloadSlice | None = None) -> Origin | None:
-        """The origin of the local part of an elementwise parameter, or of a range of it."""
-        where = self.shards.elements[index]
-        if where is not None and part is not None and not part.is_whole:
-            where = where.stretch(part.start, part.stop)
-        return None if where is None else where.origin()
 
     def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """Local gradients with their groups; of copies only the first."""

@@ -177,14 +177,10 @@ class FlatParameters:
             if view is None:
                 continue
             value = self._local.value(index)
-            if (value.data_ptr(), value.stride()) == self._at(view):
+            if value.data_ptr() == view.data_ptr() and value.stride() == view.stride():
                 continue
             view.copy_(value.clone())  # it may lie across the very same memory
             self._local.replace(index, view)
-
-    @staticmethod
-    def _at(view: Tensor) -> tuple[int, tuple[int, ...]]:
-        return view.data_ptr(), view.stride()
 
     def segment(self, number: int) -> tuple[Tensor, Tensor]:
         """This rank's segment, and the bucket that it lies in: the parameters, or a copy."""

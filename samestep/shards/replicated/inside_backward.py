@@ -81,7 +81,8 @@ class GradientHooks:
 
     def begin_round(self) -> None:
         """A reduction of all buckets is over: wait for their next gradients."""
-        self._order.restart()
+        if self._overlap:
+            self._order.restart()
         self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
         self._hook_trainable()
 
@@ -173,7 +174,7 @@ class GradientHooks:
 
     def rival(self, rank: int) -> RankFailure | None:
         """Another optimizer that launches inside the same backward, in no common order."""
-        rival = self._order.rival() if self._overlap else None
+        rival = self._order.rival()
         if rival is None:
             return None
         message = (

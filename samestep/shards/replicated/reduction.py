@@ -82,6 +82,7 @@ class BucketReductions:
             for index in members:
                 self._first_bucket[index] = min(self._first_bucket[index], number)
                 self._last_bucket[index] = number
+        self._everything = frozenset(range(len(plan.params)))
         self._sums: list[Tensor | None] = [None] * len(plan.buckets)  # of the rounds so far
         self._flying: dict[int, Pending[Tensor]] = {}
         self._divided: set[int] = set()  # buckets on their way that were divided first
@@ -118,12 +119,13 @@ class BucketReductions:
         if number < self.launched:
             return
         assert number == self.launched, "buckets are launched in order"
-        self._advance()
+        if self._group.levels is not None:
+            self._advance()
         transfer, members = self._exchanges[number].reduce.transfer, self.members[number]
         self.sent.look_for_drops(members)
         if self._of_dtensors:
             self._look_at_placements(members)
-        held_back = self._held_back()
+        held_back = self.sent.dropped if self._again is None else self._everything - self._again
         buffer = self._packed(number, held_back)
         if self._divides[number]:
             buffer = self.gradients.divided(number, buffer, self._headroom)
@@ -137,7 +139,7 @@ class BucketReductions:
             if self._last_bucket[index] == number:
                 self._take(index, travels)
         self._flying[number] = add_up(transfer, buffer, self._group, reuse=self._reuses)
-        if self.launched == len(self.members):
+        if self._group.levels is not None and self.launched == len(self.members):
             self._advance()
 
     def _advance(self) -> None:
@@ -148,15 +150,9 @@ class BucketReductions:
         for pending in self._flying.values():
             pending.advance()
 
-    def _held_back(self) -> Container[int]:
-        """The parameters whose gradients stay on this rank in this round."""
-        if self._again is None:
-            return self.sent.dropped
-        return set(range(len(self._plan.params))) - self._again
-
     def _packed(self, number: int, held_back: Container[int]) -> Tensor:
         """The gradients of a bucket; zeros for those that are held back, and after a problem."""
-        without = held_back if self.problem is None else range(len(self._plan.params))
+        without = held_back if self.problem is None else self._everything
         buffer = self.gradients.packed(number, without)
         if self._distribution.check_gradients and not is_finite(buffer):
             self._report_not_finite(number, buffer)
@@ -230,17 +226,19 @@ class BucketReductions:
 
     def end_round(self, problem: RankFailure | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
-        sent, everything = self.sent, range(len(self._plan.params))
+        sent = self.sent
         sent.look_for_drops()
         if self._of_dtensors:
-            self._look_at_placements(i for i in everything if not sent.is_taken(i))
-        rival = None if self.hooks is None else self.hooks.rival(self._rank)
+            self._look_at_placements(i for i in sorted(self._everything - sent.taken))
+        rival = None
+        if self.hooks is not None and self._distribution.overlap_grad_reduce:
+            rival = self.hooks.rival(self._rank)
         self.problem = self.problem or problem or rival or sent.changed()
         self._ended = True
         for index, last in enumerate(self._last_bucket):
             if last < 0:
                 self._take(index, self.local.has_gradient(index))
-            elif not sent.is_taken(index) or index in sent.dropped:
+            elif index not in sent.taken or index in sent.dropped:
                 sent.here[index] |= self.local.has_gradient(index)
 
     def accumulate(self) -> None:
@@ -344,7 +342,7 @@ class BucketReductions:
 
     def finish_step(self) -> None:
         """The step has taken everything: start afresh."""
-        if self.hooks is not None:
+        if self.hooks is not None and self._distribution.overlap_grad_reduce:
             self.hooks.step_finished()
         self.sent.steps += 1
         self._begin_step()

@@ -4,7 +4,7 @@ A copy is all of a plain parameter, or the same shard of a DTensor. All ranks ru
 collectives with the same sizes, whatever gradients they have and whatever they own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Gathered, Pending, gather_stretch, is_nccl
-from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
-from samestep.comm.presence import Call, PresenceAgreement, RankFailure, ReplicatedHere
+from samestep.comm.collectives import Gathered, Pending, gather_stretch
+from samestep.comm.groups import GroupReduction, RankGroup, in_two_levels, ranks_text
+from samestep.comm.presence import Call, PresenceAgreement, RankFailure
+from samestep.comm.replicated_votes import ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
-from samestep.kernels.choice import describe_kernels
 from samestep.layout.boxes import mesh_of
-from samestep.plan.placement_plan import BucketPlan, RankPlan, Topology, plan_placement
+from samestep.plan.placement_plan import RankPlan
 from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
@@ -33,8 +33,13 @@ from samestep.shards.replicated.buckets import (
     ParameterBuckets,
 )
 from samestep.shards.replicated.flat import FlatGradients, FlatParameters
-from samestep.shards.replicated.local_tensors import LocalTensors
-from samestep.shards.replicated.piece_shards import PieceShards, Seen
+from samestep.shards.replicated.local_tensors import LocalTensors, PieceShards
+from samestep.shards.replicated.planning import (
+    comparable_lines,
+    plan_lines,
+    plan_on_rank,
+    reduced_alike,
+)
 from samestep.shards.replicated.reduction import BucketReductions
 from samestep.shards.replicated.values import ReplicatedValues
 from samestep.shards.windows import OffloadUnit, state_device
@@ -111,7 +116,7 @@ class ReplicatedShards(Placement):
         if layout is not None:
             self._groups.append(layout.group)
             self.sums_over = everyone
-        of_rank = self._planned(request, members, outer, layout)
+        of_rank = plan_on_rank(request, members, reduction, self.device, self.distribution, layout)
         planned = of_rank.buckets
         assert planned is not None
         self.plan, self.shape = planned.plan, of_rank.shape
@@ -121,7 +126,8 @@ class ReplicatedShards(Placement):
             self.places = in_two_levels(group, planned.fabric.per_host)
         self._names = [spec.name for spec in self.plan.params]
         lines = [*self.distribution.lines(), f"divisor = {divisor}"]
-        lines += self._lines(planned, members, layout)
+        self._plan_lines = plan_lines(planned, layout)
+        lines += comparable_lines(planned, members, self._plan_lines, self.device)
         agree_on_plan(self._names, self.local.values(), lines, self._groups, members.problem)
         self._parameters, gradients = self._buckets()
         self.mend_replicas()
@@ -170,53 +176,6 @@ class ReplicatedShards(Placement):
             FlatGradients(*of_plan, chosen.reduce_dtype, rank, keep=keep),
         )
 
-    def _planned(
-        self,
-        request: "Request",
-        members: PlanMembers,
-        outer: RankGroup | None,
-        layout: "MeshLayout | None",
-    ) -> RankPlan:
-        """The plan of this rank; the same on all ranks but for their shards of DTensors."""
-        group, device, distribution = self.group, self.device, self.distribution
-        ordered = distribution.reduction == "ordered"
-        fabric = fabric_of(group, device, distribution.ranks_per_host, ordered=ordered)
-        topology = Topology(
-            device,
-            fabric,
-            None if layout is None else tuple(layout.held),
-            None if outer is None else outer.size,
-            is_nccl(group, device),
-        )
-        watched = request.in_flight.all_watched(self.params)
-        planned = plan_placement(
-            members.specs, distribution, topology, places=members.places, watched=watched
-        )
-        return planned.on_rank(group.rank, 0 if layout is None else layout.group.rank)
-
-    def _lines(
-        self, planned: BucketPlan, members: PlanMembers, layout: "MeshLayout | None"
-    ) -> list[str]:
-        """The lines that all ranks must have alike; the first one that differs is told.
-
-        Parameters and options come before the plan made of them.
-        """
-        shares = planned.even or planned.plan
-        self._plan_lines = shares.lines()
-        if layout is not None:
-            self._plan_lines += layout.lines(shares.params)
-        # Users may set `grad_dtype` of a parameter, which decides what is sent.
-        dtypes = [f"{spec.name}: gradients of {spec.gradient_dtype}" for spec in members.specs]
-        levels = f"in {planned.policy.levels} levels"
-        return [
-            *shares.parameter_lines(),
-            *dtypes,
-            *members.lines,
-            *self._plan_lines,
-            describe_kernels(self.device),
-            f"{planned.fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, {levels}",
-        ]
-
     def _replicated_here(self) -> ReplicatedHere | None:
         """Plain parameters of which all ranks must have the same gradients, if any."""
         if self.shape.reduces:
@@ -230,7 +189,7 @@ class ReplicatedShards(Placement):
         if request.ranks is None:
             return []
         usual = GroupReduction(request.ranks, outer=request.outer)
-        alike = {usual: list[int](), **_reduced_alike(request, request.indices, usual)}
+        alike = {usual: list[int](), **reduced_alike(request, request.indices, usual)}
         return [
             cls(request, request.members(indices), reduction)
             for reduction, indices in alike.items()
@@ -246,7 +205,7 @@ class ReplicatedShards(Placement):
         params = {index: request.groups[index]["params"] for index in request.indices}
         there = [index for index, own in params.items() if any(mesh_of(p) == mesh for p in own)]
         found = []
-        for reduction, indices in _reduced_alike(request, there, GroupReduction(copies)).items():
+        for reduction, indices in reduced_alike(request, there, GroupReduction(copies)).items():
             members = request.members(indices, lambda param: mesh_of(param) == mesh)
             layout = MeshLayout(members.params, members.specs, mesh, everyone, number)
             found.append(cls(request, members, reduction, layout, everyone))
@@ -325,10 +284,12 @@ class ReplicatedShards(Placement):
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
         if self._edits is not None and not self._edits.look():
             self._edits = None
-        self.reductions.end_round(problem or self._parameter_problem())
+        problem = problem or self.local.changed(self.group)
+        if problem is None:
+            self._parameters.adopt()
+        self.reductions.end_round(problem)
         self.problem = self.reductions.problem
         are_new = self._shards.look_at(state)
-        self._shards.read_strided()
         if self.mesh is not None:
             if are_new:
                 self.mesh.blocks.take_shards(self._shards)
@@ -358,27 +319,19 @@ class ReplicatedShards(Placement):
         """Somebody is known to write into gradients after backward."""
         self._edits = None
 
-    def _parameter_problem(self) -> RankFailure | None:
-        """A change of a parameter since the plan was made, as a reason not to take the step."""
-        problem = self.local.changed(self.group)
-        if problem is None:
-            self._parameters.adopt()
-        return problem
-
     def finish_step(self) -> None:
         self._shards.write_strided()  # also those that nobody gathers
-        self._advance()  # forward may wait for them in another order on each rank
+        for gather in self._gathers.values():
+            gather.advance()  # forward may wait for them in another order on each rank
         self.reductions.finish_step()
-        self._end_of_blocks()
+        if self.mesh is not None:
+            self.mesh.blocks.end_step()
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
         self._grads.clear()
         self.reductions.abandon()
         self.problem = None
-        self._end_of_blocks()
-
-    def _end_of_blocks(self) -> None:
         if self.mesh is not None:
             self.mesh.blocks.end_step()
 
@@ -417,7 +370,8 @@ class ReplicatedShards(Placement):
 
     def end_look(self) -> None:
         self._grads.clear()
-        self._end_of_blocks()
+        if self.mesh is not None:
+            self.mesh.blocks.end_step()
         self.reductions.is_looked_at = False
         if self.distribution.grads == "local":
             self.reductions.sent.show_as_reduced()
@@ -492,16 +446,12 @@ class ReplicatedShards(Placement):
         assert transfer.sizes is not None
         planned = transfer.sizes[self.places.rank], transfer.dtype
         assert planned == (segment.numel(), segment.dtype), transfer.name
-        self._advance()
+        for earlier in self._gathers.values():
+            earlier.advance()  # the second legs of gathers that go in two levels
         self._gathers[number] = gather_stretch(transfer, segment, self.places, into=whole)
         if self._in_flight is not None:
             members = [self.params[index] for index in self.plan.buckets[number].params]
             self._in_flight.add(members, partial(self._place, number))
-
-    def _advance(self) -> None:
-        """Launch the second legs of gathers that go in two levels."""
-        for gather in self._gathers.values():
-            gather.advance()
 
     def _place(self, number: int) -> None:
         """Wait for a bucket, and put what the others have updated into the parameters."""
@@ -514,7 +464,15 @@ class ReplicatedShards(Placement):
         """See `Placement`."""
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
-        for piece, grad, views in self._seen(number, window):
+        grads_of_pieces = self._grads[number]
+        if window is None:
+            found = self._shards.lying(grads_of_pieces)
+        else:
+            assert self.windows is not None
+            found = self._shards.arrived(
+                grads_of_pieces, self.windows, window, self.arrived(window)
+            )
+        for piece, grad, views in found:
             counted = of_copies and (self.mesh is None or self.mesh.layout.is_primary(piece.param))
             present = self._present[piece.param]
             if present is False:
@@ -525,12 +483,6 @@ class ReplicatedShards(Placement):
             grads = [grad] if form is None else form.views(grad)
             for own, (part, state, rows, origin) in zip(grads, views, strict=True):
                 yield index, Operand(part, own, state, flag, counted, rows=rows, origin=origin)
-
-    def _seen(self, number: int, window: WindowId | None) -> Iterator[Seen]:
-        if window is None:
-            return self._shards.lying(self._grads[number])
-        assert self.windows is not None
-        return self._shards.arrived(self._grads[number], self.windows, window, self.arrived(window))
 
     def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
         yield from super().grouped_gradients()
@@ -544,13 +496,3 @@ class ReplicatedShards(Placement):
         """The group of each parameter, and whether it was present in the last step."""
         flags = self._present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
-
-
-def _reduced_alike(
-    request: "Request", indices: Iterable[int], usual: GroupReduction
-) -> dict[GroupReduction, list[int]]:
-    """Groups by who averages them; `usual`: whoever does, of those without ranks of their own."""
-    found: dict[GroupReduction, list[int]] = {}
-    for index in indices:
-        found.setdefault(request.reductions.get(index, usual), []).append(index)
-    return found

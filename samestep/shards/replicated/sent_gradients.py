@@ -25,6 +25,7 @@ class SentGradients:
     here: whether there was a gradient on this rank.
     dropped: the sums have a gradient that does not count any more.
     launched: in this round a reduction has taken some of the gradient.
+    taken: in this round all of it was sent, or there was none.
     steps: how many steps there were.
     """
 
@@ -41,8 +42,9 @@ class SentGradients:
 
     def begin_round(self) -> None:
         """Nothing of the gradients that come now was reduced."""
-        self._looks: dict[int, Look | None] = {}  # at gradients that were packed
+        self._looks: dict[int, Look] = {}  # at gradients that were packed and are still there
         self.launched: set[int] = set()
+        self.taken: set[int] = set()
 
     def forget(self) -> None:
         """The step is over, or has failed: no gradient of it counts any more."""
@@ -57,7 +59,9 @@ class SentGradients:
 
     def count(self, index: int) -> None:
         """The sums get this gradient, which counts from now on."""
-        self._counted[index] = self._gradient(index)
+        grad = self._params[index].grad
+        assert grad is not None
+        self._counted[index] = grad
 
     def renew(self, index: int) -> None:
         """Backward has added to a gradient that counts, or it was cut: `.grad` may be another."""
@@ -77,11 +81,10 @@ class SentGradients:
             self._counted.pop(index, None)
         elif travels and gives_back:
             self._put_stand_in(index)
-        self._looks[index] = self._look(index)
-
-    def is_taken(self, index: int) -> bool:
-        """Whether `take` was called in this round."""
-        return index in self._looks
+        self.taken.add(index)
+        grad = self._params[index].grad
+        if grad is not None and type(grad) is not ReducedGradient:
+            self._looks[index] = look(grad, values=self.steps < EDITS_LOOKED_FOR)
 
     def free(self) -> None:
         """The sums are kept: gradients that count are not needed any more."""
@@ -101,17 +104,6 @@ class SentGradients:
             if here and not self._local.has_gradient(index):
                 return self._names[index]
         return None
-
-    def _gradient(self, index: int) -> Tensor:
-        grad = self._params[index].grad
-        assert grad is not None
-        return grad
-
-    def _look(self, index: int) -> Look | None:
-        """A look at a gradient, which tells later whether it was written to."""
-        if not self._local.has_gradient(index):
-            return None
-        return look(self._gradient(index), values=self.steps < EDITS_LOOKED_FOR)
 
     def _put_stand_in(self, index: int) -> None:
         """Put a tensor without memory into `.grad`, which counts as the gradient did."""
@@ -192,9 +184,8 @@ class SentGradients:
                 )
                 return RankFailure(RuntimeError(message), index)
         for index, taken in self._looks.items():
-            if index not in self._counted or taken is None:
-                continue
-            if taken.writes(self._gradient(index)) == 0:
+            grad = self._params[index].grad
+            if index not in self._counted or grad is None or taken.writes(grad) == 0:
                 continue
             found = self._local.gradient(index)
             if found is not None and not found.any():  # zeroed, as by the model's zero_grad()

@@ -16,10 +16,10 @@ from samestep.comm.presence import (
     PresenceAgreement,
     RankFailure,
     RankProblemError,
-    ReplicatedHere,
     _codes_of,
     _Said,
 )
+from samestep.comm.replicated_votes import ReplicatedHere
 from samestep.plan.replicated_gradients import ReplicatedAlong, line_through, replicated_along
 from tests.ranks import run_forked
 

@@ -33,7 +33,7 @@ def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
         if rank == 1:
             without = "without kernels: triton is not installed"
             monkeypatch.setattr(
-                samestep.shards.replicated.replicated, "describe_kernels", lambda device: without
+                samestep.shards.replicated.planning, "describe_kernels", lambda device: without
             )
         with pytest.raises(RanksDisagreeError, match="triton is not installed"):
             samestep.AdamW(nn.Linear(3, 2))

@@ -15,7 +15,7 @@ def test_each_device_is_told_of_the_step_where_it_is(monkeypatch):
     params = [nn.Parameter(torch.ones(6, 4, device=device)) for device in ("cpu", "meta")]
     optimizer = samestep.Muon(params, max_grad_norm=1.0)
     decision = ClipDecision(torch.tensor(0.5), only_if=torch.tensor(True))
-    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: self._decide(decision))
+    monkeypatch.setattr(StepRunner, "_clip", lambda self, _: self.rules.decide(decision))
     told = {}
 
     def look(self, device, index, members):

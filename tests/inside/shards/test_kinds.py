@@ -79,6 +79,9 @@ class KeptByFirst(ShardValues, Placement):
     def updated_by(self, param):
         return "the first rank"
 
+    def begin_step(self, state, problem):
+        self._state = state
+
     def agree(self, problem):
         here = [param.grad is not None for param in self.params]
         self._present = self._presence.agree(here, problem, self.intent)

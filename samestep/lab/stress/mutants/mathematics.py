@@ -45,15 +45,15 @@ def scale_of_the_fused_matrix() -> list[Any]:
     # The learning rate of a block depends on its own shape.
     fused_rows: list[int] = []
 
-    def update_group(original: Any, self: Any, index: int, operands: Any) -> None:
+    def math(original: Any, self: Any, index: int, device: Any) -> Any:
         fused_rows[:] = [sum(self._groups[index].get("split_sizes") or ())]
-        original(self, index, operands)
+        return original(self, index, device)
 
     def factor(original: Any, rows: int, cols: int, *asked: Any) -> float:
         return float(original(fused_rows[0] or rows, cols, *asked))
 
     return [
-        (RuleRunner, "_update_group", update_group),
+        (RuleRunner, "math", math),
         (muon, "lr_factor", factor),
     ]
 
@@ -176,7 +176,7 @@ def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) ->
 def overflow_taken(original: Any, self: Any, operation: Any) -> None:
     """a step with inf or NaN is taken, and momentum never recovers"""
     original(self, operation)
-    self._decide(ClipDecision())
+    self.rules.decide(ClipDecision())
 
 
 @mutant("state", "clipped", replaces=(step, "square_sum"))

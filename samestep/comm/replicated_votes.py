@@ -1,0 +1,50 @@
+"""Votes of ranks that hold copies of parts of a DTensor: whether they have the same gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.comm.groups import RankGroup
+from samestep.comm.presence import RankProblemError
+from samestep.plan.replicated_gradients import ReplicatedAlong
+
+
+class ReplicatedHere(NamedTuple):
+    """Parameters replicated along the axes of a mesh, and the line of each that this rank is in.
+
+    ranks: those that hold any of it. way_out: for whoever has given some of them no gradient.
+    """
+
+    along: tuple[ReplicatedAlong, ...]
+    lines: tuple[int, ...]
+    ranks: RankGroup
+    way_out: str
+
+    @property
+    def elements(self) -> int:
+        return sum(each.elements for each in self.along)
+
+    def votes(self, whole: Callable[[int, int], bool]) -> Tensor:
+        """The votes of this rank, (elements,); `whole`: whether a gradient is, along an axis."""
+        found = [
+            each.votes([whole(param, each.axis) for param in each.params], line, self.ranks.rank)
+            for each, line in zip(self.along, self.lines, strict=True)
+        ]
+        return torch.cat(found)
+
+    def refuse_difference(self, votes: Tensor, names: Sequence[str], *, late: bool) -> None:
+        """Raise if ranks with copies have not said the same; `late`: they have stepped since."""
+        parts = torch.split(votes, [each.elements for each in self.along])
+        for each, part in zip(self.along, parts, strict=True):
+            found = each.difference(part)
+            if found is not None:
+                has, lacks = self.ranks.members[found.has], self.ranks.members[found.lacks]
+                then = "no rank took the step"
+                if late:
+                    then = "these copies are not the same any more: go back to a checkpoint"
+                raise RankProblemError(
+                    f"rank {has} has the gradient of {names[found.param]!r}, and rank {lacks}, "
+                    f"which holds a copy of the same values, has not: {then}. {self.way_out}"
+                )

@@ -1,0 +1,84 @@
+"""The plan of replicated parameters, as their ranks make it and compare it."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from samestep.comm.collectives import is_nccl
+from samestep.comm.groups import GroupReduction, fabric_of
+from samestep.groups.distribution import Distribution
+from samestep.kernels.choice import describe_kernels
+from samestep.plan.placement_plan import BucketPlan, RankPlan, Topology, plan_placement
+from samestep.shards.placement import PlanMembers
+
+if TYPE_CHECKING:
+    from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
+    from samestep.shards.planner import Request
+
+
+def reduced_alike(
+    request: "Request", indices: Iterable[int], usual: GroupReduction
+) -> dict[GroupReduction, list[int]]:
+    """Sort groups by who averages them.
+
+    usual: the reduction of groups without ranks of their own.
+    """
+    found: dict[GroupReduction, list[int]] = {}
+    for index in indices:
+        found.setdefault(request.reductions.get(index, usual), []).append(index)
+    return found
+
+
+def plan_on_rank(
+    request: "Request",
+    members: PlanMembers,
+    reduction: GroupReduction,
+    device: torch.device,
+    distribution: Distribution,
+    layout: "MeshLayout | None",
+) -> RankPlan:
+    """The plan of this rank; the same on all ranks but for their shards of DTensors.
+
+    layout: of the mesh of DTensors that these ranks hold copies of; None: plain parameters.
+    """
+    group, outer = reduction.ranks, reduction.outer
+    ordered = distribution.reduction == "ordered"
+    topology = Topology(
+        device,
+        fabric_of(group, device, distribution.ranks_per_host, ordered=ordered),
+        None if layout is None else tuple(layout.held),
+        None if outer is None else outer.size,
+        is_nccl(group, device),
+    )
+    watched = request.in_flight.all_watched(members.params)
+    planned = plan_placement(
+        members.specs, distribution, topology, places=members.places, watched=watched
+    )
+    return planned.on_rank(group.rank, 0 if layout is None else layout.group.rank)
+
+
+def plan_lines(planned: BucketPlan, layout: "MeshLayout | None") -> list[str]:
+    """A plan as text: who owns and sends what."""
+    shares = planned.even or planned.plan
+    return shares.lines() + ([] if layout is None else layout.lines(shares.params))
+
+
+def comparable_lines(
+    planned: BucketPlan, members: PlanMembers, of_plan: Sequence[str], device: torch.device
+) -> list[str]:
+    """The lines that all ranks must have alike; the first one that differs is told.
+
+    Parameters and options come before the plan made of them, `of_plan`.
+    """
+    # Users may set `grad_dtype` of a parameter, which decides what is sent.
+    dtypes = [f"{spec.name}: gradients of {spec.gradient_dtype}" for spec in members.specs]
+    levels = f"in {planned.policy.levels} levels"
+    return [
+        *(planned.even or planned.plan).parameter_lines(),
+        *dtypes,
+        *members.lines,
+        *of_plan,
+        describe_kernels(device),
+        f"{planned.fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, {levels}",
+    ]

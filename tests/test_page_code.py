@@ -14,6 +14,7 @@ PAGES = {
     "../README": 2,
     "start": 1,
     "rules": 1,
+    "saving_memory": 1,
     "several_gpus": 2,
     "fsdp2": 4,
     "hybrid": 4,

@@ -15,7 +15,7 @@ from samestep.rules.stored import EIGHT_BITS, REMAINDER, SCALE_SUFFIX, STOCHASTI
 from samestep.tooling.warn import some
 
 OPTIONAL = ("state", "averaged by", "updated by", "reason")  # shown where they say something
-# What the words of a table mean, for whoever has not read docs/small_state.md.
+# What the words of a table mean, for whoever has not read docs/saving_memory.md.
 MEANINGS = {
     EIGHT_BITS: '"8bit/64" has a code of 8 bits for each element, and a 32-bit scale for each 64 '
     "neighbours of a row",

@@ -13,6 +13,7 @@ from tests.test_docs import DOCS, run_page
 PAGES = {
     "../README": 2,
     "start": 1,
+    "qk_clip": 1,
     "rules": 1,
     "saving_memory": 1,
     "several_gpus": 2,

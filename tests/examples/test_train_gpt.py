@@ -19,7 +19,7 @@ from tests.train.runs import losses, rows, text_file, train, words
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
 ROOT = Path(__file__).parent.parent.parent
-FLAGS = {"steps": 60 if SOAK else 24, "dropout": 0.1, "micro_batch": 4, "log_every": 1}
+FLAGS = {"steps": 60 if SOAK else 16, "dropout": 0.1, "micro_batch": 4, "log_every": 1}
 
 
 @pytest.mark.parametrize(

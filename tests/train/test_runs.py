@@ -123,8 +123,8 @@ def test_a_second_ctrl_c_tells_that_nothing_is_saved(undisturbed, tmp_path, capf
 
 
 def test_every_layout_has_the_same_losses(undisturbed, tmp_path):
-    layouts = ["none", "zero1", "zero2", "flat_zero1", "flat", "fsdp2", "hsdp"]
-    given = {"steps": 2, "log_every": 1, **RICH}
+    layouts = ["none", "zero2", "flat_zero1", "fsdp2", "hsdp", *(["zero1", "flat"] * SOAK)]
+    given = {"steps": 2, "log_every": 1, "eval_sequences": 1, **RICH}
     short = [words(tmp_path / own, undisturbed.data, layout=own, **given) for own in layouts]
     assert run_forked(2, run_all, short) == [[0] * len(layouts)] * 2
     expected = {step: losses(undisturbed.out)[step] for step in (1, 2)}
@@ -146,14 +146,15 @@ def test_the_number_of_ranks_may_change(undisturbed, tmp_path):
     """The batches are the same, so only the rounding differs."""
     run = Run(tmp_path / "out", undisturbed.data)
     alone = Run(tmp_path / "alone", undisturbed.data)
-    assert train(2, words(*run), stop_in=6) == [130, 130]
-    assert train(3, words(*run, layout="fsdp2")) == [0, 0, 0]
-    assert train(1, words(*alone, micro_batch=7)) == [0]
+    short = {} if SOAK else {"steps": 6, "save_every": 3, "eval_every": 3}
+    assert train(2, words(*run, **short), stop_in=5) == [130, 130]
+    assert train(3, words(*run, layout="fsdp2", **short)) == [0, 0, 0]
+    assert train(1, words(*alone, micro_batch=7, **short)) == [0]
     assert [row["ranks"] for row in rows(run.out) if "ranks" in row] == [2, 3]
     for key in ("loss", "val_loss"):
         expected, found = losses(alone.out, key), losses(run.out, key)
         assert found == pytest.approx(expected, rel=1e-4)
-    assert losses(run.out)[STEPS] < 4.6
+    assert losses(run.out)[max(losses(run.out))] < losses(run.out)[1] - 0.3
 
 
 def runs_and_offloads(rank, commands):

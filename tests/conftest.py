@@ -22,7 +22,7 @@ import torch
 from hypothesis import settings
 
 from samestep.comm.groups import registry
-from tests import limits, quick_dtensors
+from tests import limits, quick_dtensors, quick_seeds
 from tests.large_pages import use_large_pages
 from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
@@ -41,6 +41,7 @@ settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if SOAK else "test")
 if not SOAK and not os.environ.get("SAMESTEP_GPU"):
     quick_dtensors.install()
+    quick_seeds.install()
 
 adopt_orphans()
 if torch.__version__.startswith("2.9."):  # it makes a folder for good when it is imported

@@ -128,10 +128,10 @@ def test_the_installed_command_is_this_one():
     assert getattr(import_module(module), function) is cli.main
 
 
-def test_python_m_samestep_and_the_library_need_no_extras():
+def test_python_m_samestep_and_the_library_need_no_extras(tmp_path):
     code = """
 import runpy, sys
-sys.modules.update(rich=None, matplotlib=None)
+sys.modules.update(rich=None, matplotlib=None, jinja2=None, jsonschema=None)
 import samestep
 assert "torch" not in sys.modules
 assert {"MuonAdamW", "save", "hf", "presets"} <= set(dir(samestep))
@@ -142,36 +142,29 @@ for name in ("AdamW", "FlightRecorder", "GradScaler", "Muon", "MuonAdamW", "Rule
 new = sorted(name for name in set(sys.modules) - before if not name.startswith("samestep"))
 assert not new, f"importing takes longer than torch by {new}"
 assert "torch._dynamo" not in sys.modules, "importing takes twice as long"
-import samestep.launch.forked, samestep.lab.bench.gpu.measure
-sys.argv[1:] = ["--help"]
-runpy.run_module("samestep", run_name="__main__")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "usage: samestep COMMAND" in done.stdout
 
-
-def test_an_optimizer_a_step_and_a_checkpoint_load_no_laboratory_and_no_extras(tmp_path):
-    code = f"""
-import sys
-sys.modules.update(rich=None, matplotlib=None, jinja2=None, jsonschema=None)
-import torch, samestep
+# Nor do an optimizer, a step and a checkpoint, which load no laboratory either.
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
 optimizer = samestep.MuonAdamW(model, lr=0.01)
 model(torch.ones(2, 4)).square().sum().backward()
 optimizer.step()
 optimizer.table(), optimizer.explain()
-samestep.save({str(tmp_path / "saved")!r}, model, optimizer)
-samestep.load({str(tmp_path / "saved")!r}, model, optimizer)
+folder = sys.argv[1]
+samestep.save(folder, model, optimizer)
+samestep.load(folder, model, optimizer)
 loaded = [name for name in sys.modules if name.startswith("samestep.lab")]
 assert not loaded, loaded
+
+import samestep.launch.forked, samestep.lab.bench.gpu.measure
+sys.argv[1:] = ["--help"]
+runpy.run_module("samestep", run_name="__main__")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG
-    )
+        [sys.executable, "-c", code, tmp_path / "saved"],
+        capture_output=True, text=True, cwd=ROOT, timeout=HANG,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: samestep COMMAND" in done.stdout
 
 
 def test_help_and_completion_import_no_torch():

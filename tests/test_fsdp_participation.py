@@ -279,7 +279,7 @@ class Forest(nn.Module):
 
 
 def train_forest(model, opt, rank, seed):
-    for step in range(5):
+    for step in range(5 if SOAK else 4):
         draw = Random(1000 * seed + 10 * step + rank)
         tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(step + 9 * rank))
         if step == 0 or draw.random() < 0.8:

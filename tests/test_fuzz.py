@@ -12,7 +12,8 @@ from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests import fuzz
 from tests.ranks import run_forked
 
-SEEDS = range(30)  # `make fuzz` has a thousand
+# Between them every layout, option, rule and event of the first 30; `make fuzz` has a thousand.
+SEEDS = (2, 3, 4, 9, 11, 15, 16, 17, 18, 19, 21, 22, 24, 25, 27, 28, 29)
 
 
 def test_random_cases_keep_what_the_design_promises():

@@ -182,7 +182,7 @@ def test_parts_on_several_ranks_have_the_bits_of_one_process():
     for ranks in (2, 3, 4) if SOAK else (2, 3):
         results = run_cases(
             ranks,
-            cases if SOAK else cases[4 * (ranks - 2) :: 8],
+            cases if SOAK else cases[4 * (ranks - 2) :: 12],
             lambda _, case, n=ranks: snapshot(sharded(n, case[1], {**RATES[case[0]], **case[2]})),
         )
         for case, of_ranks in results:

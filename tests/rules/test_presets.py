@@ -26,9 +26,9 @@ from tests.reference import (
     relative_error,
     to_numpy,
 )
-from tests.soak import some
+from tests.soak import SOAK, some
 
-STEPS = 20
+STEPS = 20 if SOAK else 8
 LR, WEIGHT_DECAY, MOMENTUM = 0.02, 0.1, 0.9
 
 

@@ -50,7 +50,9 @@ SELDOM = {
     "flat_slices_have_no_momentum", "loaded_parameters_not_gathered", "gathered_from_freed_memory",
     "updated_parameters_not_placed", "empty_shards_skip_the_exchange",
     "options_of_groups_discarded", "one_rate_for_all_groups", "matrix_without_an_optimizer",
-    "scale_of_padded_rows", "momentum_normalized_in_place",
+    "scale_of_padded_rows", "momentum_normalized_in_place", "overflow_not_shared",
+    "scale_never_backs_off", "clipped_before_averaging", "kept_sum_overwritten",
+    "filled_zeros_are_used", "use_in_the_last_micro_batch_only", "absent_is_not_untouched",
 }  # fmt: skip
 USUAL = {name: mutant for name, mutant in MUTANTS.items() if SOAK or name not in SELDOM}
 

@@ -587,7 +587,7 @@ def attention(heads, kv_heads, length, places, size, dtype):
 
 MASKED = [(sizes, masked) for masked in (None, "bool", "added") for sizes in ATTENTION]
 if QUICK:  # every size, and every mask where it is causal and where it is not
-    MASKED = [MASKED[place] for place in (0, 1, 3, 4, 6, 8, 9)]
+    MASKED = [MASKED[place] for place in (1, 3, 4, 6, 8, 9)]
 
 
 @pytest.mark.parametrize(("sizes", "masked"), MASKED)
@@ -628,7 +628,7 @@ def test_logits_that_are_not_finite_are_told():
     assert nothing.isneginf().all()
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16][: 1 if QUICK else 2])
 @pytest.mark.usefixtures("products_by_torch")
 def test_results_do_not_depend_on_the_default_dtype(default):
     """Trainers set it while they build a model, and some leave it there."""
@@ -676,6 +676,7 @@ def test_masks_may_lie_as_they_like():
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("products_by_torch")
 def test_launches_are_on_the_device_of_their_tensors(monkeypatch):
     """The current device may be another one, where the parts of a model are on several."""
     entered = []

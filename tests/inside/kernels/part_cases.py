@@ -237,9 +237,10 @@ ANY = "split"  # a name that is always there
 
 @pytest.fixture
 def few_tensors(request, monkeypatch):
-    """All of them in the first case, and everywhere when there is time."""
-    if QUICK and "default" not in request.node.name:
-        for name in TENSORS.keys() - set(FEW):
+    """Between the first case and the others all of them; everywhere when there is time."""
+    if QUICK:
+        first = "default" in request.node.name
+        for name in set(FEW) - {ANY, "wide"} if first else TENSORS.keys() - set(FEW):
             monkeypatch.delitem(TENSORS, name)
 
 

@@ -14,7 +14,7 @@ from samestep.groups.param_groups import refuse_unsupported
 from tests.reference import ReferenceAdamW, relative_error, to_numpy
 from tests.soak import SOAK
 
-STEPS = 100 if SOAK else 8
+STEPS = 100 if SOAK else 15
 SHAPES = [(0,), (1,), (7,), (33, 5), (2, 3, 4)]
 
 OPTIONS = {

@@ -122,6 +122,7 @@ def worst_difference(opt, params, ref, grads) -> tuple[float, float]:
 # amplification of rounding errors by the iteration is hidden by the learning rate.
 EXACT = 1e-14
 FLOAT32 = 2e-6
+ANOTHER = 1e-3  # at least, where the recipe is another one
 
 
 @cases
@@ -313,7 +314,7 @@ def test_scale_is_per_block(preset):
     """The scale of the fused matrix is not that of its blocks."""
     opt, params, grads = library(preset, FUSED, torch.float64)
     ref = reference(REFERENCES[preset], FUSED, torch.float64, scale_whole=True)
-    assert worst_difference(opt, params, ref, grads)[0] > 1e-2
+    assert worst_difference(opt, params, ref, grads)[0] > ANOTHER
 
 
 @presets
@@ -330,7 +331,7 @@ def test_blocks_are_orthogonalized_alone(preset, case):
         set_grads(params, step_grads)
         opt.step()
         ref.step([to_numpy(g).reshape(flat.shape) for g in step_grads])
-    assert relative_error(to_numpy(params[0]).reshape(flat.shape), ref.params[0]) > 1e-2
+    assert relative_error(to_numpy(params[0]).reshape(flat.shape), ref.params[0]) > ANOTHER
 
 
 @presets

@@ -28,7 +28,7 @@ from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
 from tests.ranks import prepare
 from tests.rewritten import rewrite_once
-from tests.soak import SOAK
+from tests.soak import SOAK, leave_out_twins
 
 gc.disable()  # until tests are collected: nearly all that is made until then stays
 torch.set_num_threads(1)
@@ -77,6 +77,7 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     """Files stay together, since their tests share what takes time to set up."""
+    leave_out_twins(items)
     seed = config.getoption("shuffle")
     if seed is None:
         return

@@ -13,7 +13,7 @@ from torch import nn
 import samestep
 from tests.counting_group import counted
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin_cases
 
 
 class Model(nn.Module):
@@ -29,6 +29,7 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 512, bias=False)
 
 
+@twin_cases("3-per_parameter")
 @pytest.mark.parametrize("buffers", ["per_parameter", "flat"])
 @pytest.mark.parametrize("world", [3, *([2, 4, 5, 7, 8, 12, 16] if SOAK else [])])
 def test_the_busiest_rank_sends_what_the_mean_sends(world, buffers):

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 from tests.ranks import run_forked
+from tests.soak import twin_cases
 from tests.test_changed_models import steps, swap, two_layers
 from tests.test_replicated import SMALL, Small, ranks_steps, single_steps
 from tests.test_state_whole import assert_same_bits
@@ -55,6 +56,7 @@ def test_a_group_that_is_added_before():
     assert same_parameters(model, other)
 
 
+@twin_cases("none", "zero1")
 @pytest.mark.parametrize("sharding", ["none", "zero1", "zero2"])
 def test_ranks_that_find_each_other_later(sharding, tmp_path):
     """As with a trainer whose arguments start the process group; there is nothing to warn of."""

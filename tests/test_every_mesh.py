@@ -18,7 +18,7 @@ from samestep.comm.meshes import held, mesh_group
 from samestep.rules.muon import MuonRule
 from tests.counting_group import counted
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK, some, twin
+from tests.soak import SOAK, some, twin, twin_cases
 
 STEPS = 4 if SOAK else 2  # the second has momentum and variance
 
@@ -208,6 +208,7 @@ def names_for(options):
 MESHES = [(2, 1, 2), (2, 2, 1), (3, 1, 1), *([(2, 2, 2), (3, 1, 2)] if SOAK else [])]
 
 
+@twin
 @pytest.mark.parametrize("sizes", some(MESHES, every=4), ids=str)
 def test_layouts_are_one_process(sizes):
     """Different gradients on every data rank, some of them summands, momentum and variance on."""
@@ -289,6 +290,7 @@ def test_norm_and_sizes_count_every_element_once():
                 assert (found[key].double() - value.double()).abs().max() < 2e-5, (layout, key)
 
 
+@twin
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank():
     names, sizes = list(PARAMS), (2, 1, 2)
 
@@ -459,6 +461,7 @@ def test_whole_gradients_are_read_and_set():
             assert (after[key].double() - value.double()).abs().max() < 2e-5, key
 
 
+@twin_cases("2-flat zero1")
 @pytest.mark.parametrize(
     ("data", "layout"),
     some(

@@ -95,6 +95,7 @@ def lies_in(opt, param):
 # --- the same bits -----------------------------------------------------------------------------
 
 
+@twin
 @pytest.mark.parametrize("world", [2, 3] if SOAK else [3])
 def test_accumulation_gives_the_bits_of_one_process(world):
     steps, batches = (6, 3) if SOAK else (4, 2)
@@ -194,6 +195,7 @@ def test_gradients_set_by_hand():
     assert_modes_give(values(single), run_forked(world, job))
 
 
+@twin
 def test_the_layout_does_not_show_in_the_state():
     def job(rank):
         def run(**options):
@@ -230,6 +232,7 @@ def test_a_parameter_without_elements_counts_its_steps():
 # --- presence ----------------------------------------------------------------------------------
 
 
+@twin
 def test_absent_everywhere_is_untouched_and_zeros_are_a_gradient():
     """After a real step, a layer that nobody runs, and one that a single rank has zeros for."""
 
@@ -270,6 +273,7 @@ def test_a_step_without_any_gradient_changes_nothing():
     assert run_threaded(2, job) == [True, True]
 
 
+@twin
 def test_frozen_then_unfrozen():
     def job(rank):
         def run(**options):
@@ -289,6 +293,7 @@ def test_frozen_then_unfrozen():
 # --- what a step does beside averaging ----------------------------------------------------------
 
 
+@twin
 def test_the_joint_norm():
     """Gaps and segments of others do not count. Partial sums differ, so norms do in last digits."""
 
@@ -314,6 +319,7 @@ def test_the_joint_norm():
                 torch.testing.assert_close(flat[name], plain[name], rtol=0, atol=1e-6)
 
 
+@twin
 def test_the_scaler_skips_on_all_ranks_after_an_overflow_on_one():
     """Powers of two leave no trace; nor does what was infinite."""
     bad = 2
@@ -436,6 +442,7 @@ def test_gradients_may_be_edited_without_overlap():
         assert all(bits_equal(found, plain) for found in flats)
 
 
+@twin
 def test_gradients_that_are_thrown_away_leave_no_trace():
     """A micro-batch that is dropped, and zero_grad after every step."""
 
@@ -463,6 +470,7 @@ def test_gradients_that_are_thrown_away_leave_no_trace():
 # --- other parameters --------------------------------------------------------------------------
 
 
+@twin
 def test_two_models_with_two_optimizers():
     """Each has buffers of its own; their steps take turns."""
 
@@ -487,6 +495,7 @@ def test_two_models_with_two_optimizers():
         assert_modes_give(plain, [found])
 
 
+@twin
 def test_several_dtypes_with_master_weights():
     def mixed():
         model = Model()
@@ -684,6 +693,7 @@ def test_loading_a_model_in_place():
         assert_modes_give(plain, [found])
 
 
+@twin
 def test_a_saved_state_continues_bit_for_bit():
     def job(rank):
         for sharding in SHARDINGS:
@@ -811,6 +821,7 @@ def test_a_group_with_ranks_and_a_divisor_of_its_own():
     assert not torch.equal(experts[1], experts[2])
 
 
+@twin
 def test_another_optimizer_after_a_dropped_one():
     def job(rank):
         model = Net()

@@ -22,7 +22,7 @@ import samestep
 from samestep.shards.replicated.awaited import ARRIVAL
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
-from tests.soak import SOAK
+from tests.soak import SOAK, twin_cases
 from tests.test_overlap import LAYERS, Net, build, loss_of, make_case, same, train, values
 
 ALL_LAYERS = (torch.arange(6), LAYERS, 1)
@@ -410,6 +410,7 @@ def test_the_state_dict_of_a_model_waits():
         assert same(plain, whole)
 
 
+@twin_cases("False")
 @pytest.mark.parametrize("poison", [True, False])
 def test_what_is_loaded_is_not_overwritten_by_what_arrives(poison):
     other = Net()
@@ -503,6 +504,7 @@ def test_copies_of_a_model():
     assert run_forked(2, job) == [True, True]
 
 
+@twin_cases("True")
 @pytest.mark.parametrize("poison", [True, False])
 def test_an_optimizer_dropped_with_parameters_on_their_way(poison):
     def job(rank):
@@ -583,6 +585,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was():
     assert all(same(found, values(Net())) for found in run_forked(2, job))
 
 
+@twin_cases("AdamW")
 @pytest.mark.parametrize("kind", [samestep.AdamW, samestep.Muon])
 def test_optimizers_of_one_rule(kind):
     def job(rank):

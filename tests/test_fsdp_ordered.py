@@ -19,7 +19,7 @@ from samestep import FlightRecorder
 from samestep.fsdp import use_ordered_reduction
 from tests.gpu import needs_gpu
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK, some, twin
+from tests.soak import SOAK, some, twin, twin_cases
 from tests.test_failures import die, messages_of
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
@@ -182,6 +182,7 @@ def ordered_sum(grads):
     return total
 
 
+@twin_cases("shape1")
 @pytest.mark.parametrize("shape", [(3,), (2, 3)])
 def test_gradients_of_16_bits_are_added_in_fp32_and_the_divide_factor_is_kept(shape):
     world = ranks_in(shape)

@@ -8,7 +8,7 @@ from torch import nn
 
 import samestep
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin_cases
 
 LAYOUTS = {
     "none": {"sharding": "none"},
@@ -93,6 +93,7 @@ def states_equal(one, other):
     )
 
 
+@twin_cases("none-3", "zero2 overlap-3")
 @layouts_and_worlds
 def test_what_one_process_has(layout, world):
     def job(rank):
@@ -122,6 +123,7 @@ def test_what_one_process_has(layout, world):
         assert states_equal(whole, results[0][1])
 
 
+@twin_cases("none", "flat zero2 overlap")
 @layouts
 def test_a_looked_at_gradient_changes_nothing(layout):
     def job(rank, look):
@@ -142,6 +144,7 @@ def test_a_looked_at_gradient_changes_nothing(layout):
     assert states_equal(state, expected_state)
 
 
+@twin_cases("none-3", "flat zero2 overlap-3")
 @layouts_and_worlds
 def test_setters(layout, world):
     """Only the first rank's value counts, and every rank has it afterwards."""

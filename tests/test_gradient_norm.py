@@ -8,7 +8,7 @@ from torch import nn
 
 import samestep
 from tests.ranks import run_forked
-from tests.soak import some
+from tests.soak import some, twin
 
 
 def model() -> nn.ModuleDict:
@@ -110,6 +110,7 @@ def _clip_on_ranks(rank: int, sharding: str) -> tuple[list[float], dict[str, tor
     return norms, {n: p.detach() for n, p in net.named_parameters()}
 
 
+@twin
 @pytest.mark.parametrize("ranks", some([2, 3]))
 def test_all_ranks_clip_and_skip_alike(ranks):
     """An inf on one rank skips the step on all; the norm is of averaged gradients, counted once."""

@@ -15,6 +15,7 @@ import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_cases, run_forked
+from tests.soak import twin_cases
 
 OPTIONS = {"lr": 0.1, "crossover": 8}
 
@@ -86,6 +87,7 @@ KINDS = {
 }
 
 
+@twin_cases("True")
 @pytest.mark.parametrize("added", [False, True])
 def test_kinds_of_parameters_that_some_ranks_lack(added):
     """They would compare plans with ranks that make none. Later all build one together."""
@@ -166,6 +168,7 @@ def everything(params, opt):
     return [tensor.detach().clone() for tensor in (*params, *state)]
 
 
+@twin_cases("True")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_errors_of_one_rank(sharded):
     """Nothing has changed on any rank, and the same call then succeeds."""

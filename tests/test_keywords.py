@@ -17,6 +17,7 @@ from torch import nn
 import samestep
 from samestep.groups.group_keys import OF_EVERY_GROUP, WAYS_OF_TORCH, options_of_rule
 from samestep.rules import RULES
+from tests.soak import twin_cases
 
 KINDS = [samestep.MuonAdamW, samestep.Muon, samestep.AdamW]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -159,6 +160,7 @@ def test_nonsense_that_is_set_later_is_refused_by_the_next_step(rule: str, probe
     opt.step()
 
 
+@twin_cases("large")
 @pytest.mark.parametrize("probe", NEVER)
 def test_nonsense_is_refused_in_overrides(probe: str):
     value, shown = NEVER[probe]

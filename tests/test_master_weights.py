@@ -20,6 +20,7 @@ from samestep.checkpoint import logical
 from samestep.layout.boxes import local_of
 from samestep.rules.stored import split_remainder
 from tests.ranks import run_forked
+from tests.soak import twin
 
 HALVES = [torch.bfloat16, torch.float16]
 halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -397,6 +398,7 @@ def saved_without_copies_job(rank: int, folder: Path, states: dict[str, Any]) ->
     return wrong
 
 
+@twin
 def test_state_without_copies_gives_them_the_weights_in_every_layout(tmp_path):
     """Also where a rank has pieces of them, which do not have the parameter's shape."""
     model, optimizer = in_layout(None, torch.bfloat16, 1, master_weights=False)

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import samestep
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_forked
+from tests.soak import twin_cases
 
 OPTIONS = {"lr": 1e-2, "reduction": "ordered", "crossover": 20, "bucket_size": 100}
 
@@ -61,6 +62,7 @@ def same(left, right):
 # --- GradScaler --------------------------------------------------------------------------------
 
 
+@twin_cases("False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_scaler_skips_on_all_ranks_and_its_scale_stays_equal(overlap):
     """One rank overflows in step 2 and has NaN in step 4; powers of two leave no trace."""
@@ -309,6 +311,7 @@ class Experts(nn.Module):
             self.expert.weight.copy_(random((8, 6), "expert", which))
 
 
+@twin_cases("None")
 @pytest.mark.parametrize("limit", [None, 0.7])
 def test_experts_are_summed_over_their_ranks_and_divided_by_all(limit):
     """Four ranks, two experts on two ranks each, one joint norm; against one process."""
@@ -404,6 +407,7 @@ def test_a_divisor_needs_ranks_and_a_sensible_value():
 # --- metrics and names -------------------------------------------------------------------------
 
 
+@twin_cases("none")
 @pytest.mark.parametrize("sharding", ["none", "zero2"])
 def test_metrics_are_those_of_the_whole_model_on_every_rank(sharding):
     """Some gradients are missing on some ranks, some on all; against one process."""

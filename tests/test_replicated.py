@@ -24,7 +24,7 @@ import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.ranks import RanksFailed, run_forked, run_threaded
 from tests.reference import ReferenceAdamW, ReferenceTorch, relative_error, to_numpy
-from tests.soak import SOAK, some, twin
+from tests.soak import SOAK, some, twin, twin_cases
 
 ADAMW_TOLERANCE, MUON_TOLERANCE = 2e-5, 3e-4
 SHARDINGS = ("none", "zero1", "zero2")
@@ -215,6 +215,7 @@ def test_every_mode_against_one_process(world, steps, bucket_size):
     assert moved == {name for name in rules if start[name].numel()}
 
 
+@twin
 def test_the_state_of_owned_pieces_is_that_of_one_process():
     steps, world = 10 if SOAK else 4, 3
     single = Model()
@@ -316,6 +317,7 @@ SMALL = {
 }
 
 
+@twin
 @given(presence_patterns(), st.sampled_from(SHARDINGS), st.sampled_from([1, 10]))
 @settings(max_examples=200 if SOAK else 8)
 def test_any_presence_does_not_hang_and_leaves_the_absent_alone(case, sharding, crossover):
@@ -446,6 +448,7 @@ def test_who_keeps_gradients():
         assert all(kept["none"] + kept["zero1"])
 
 
+@twin
 def test_masters_are_held_by_owners_and_equal_one_process():
     """Whole numbers as gradients: their mean over two ranks is exact in bf16."""
     world = 2
@@ -535,6 +538,7 @@ def test_a_group_added_on_the_way():
     assert run_threaded(world, job) == [True] * world
 
 
+@twin_cases("none")
 @pytest.mark.parametrize("sharding", some(SHARDINGS))
 def test_a_saved_state_continues_bit_for_bit(sharding):
     options = {"sharding": sharding, "crossover": 20, "bucket_size": 300, "master_weights": True}
@@ -796,6 +800,7 @@ class Branches(nn.Module):
 BRANCHES = [("left", "left"), ("left", "right"), (None, "right"), (None, None), ("right", None)]
 
 
+@twin_cases("False")
 @pytest.mark.parametrize("unused", [False, True])
 def test_gradients_that_ddp_has_reduced(unused):
     def train(rank, wrap):
@@ -895,6 +900,7 @@ def intercept(act):
         setattr(dist, name, wrapper)
 
 
+@twin
 def test_all_ranks_issue_the_same_collectives_whatever_they_have():
     """Rank 1 never has a gradient; with five ranks and few blocks some own nothing in a bucket."""
 
@@ -917,6 +923,7 @@ def test_all_ranks_issue_the_same_collectives_whatever_they_have():
     assert len(results[0]) > 50
 
 
+@twin_cases("0-ordered", "1-fast")
 @pytest.mark.parametrize(
     ("place", "reduction"),
     [(0, "ordered"), (1, "fast"), (-1, "ordered")]

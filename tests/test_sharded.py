@@ -153,6 +153,7 @@ def test_fsdp2(world):
             assert all(torch.equal(found[0][name], results[0][0][name]) for name in expected[0])
 
 
+@twin
 @pytest.mark.parametrize("shape", [(2, 2), (2, 3)] if SOAK else [(2, 2)])
 def test_hsdp(shape):
     world = shape[0] * shape[1]

@@ -462,6 +462,7 @@ def run_branches(model, opt, ranks, steps):
     return metrics
 
 
+@twin
 def test_a_parameter_without_gradient_is_untouched():
     cases = [(apart, schedule) for apart in (True, False) for schedule in ("parallel", "gather")]
     options = {"lr": 1e-2, "variance_beta2": 0.9, "master_weights": True}
@@ -513,6 +514,7 @@ def test_a_gradient_on_one_rank_is_a_gradient():
         assert (before != after).all()
 
 
+@twin
 @pytest.mark.parametrize("shape", some([(3,), (2, 2)]))
 def test_a_gradient_that_is_not_finite(shape):
     """No rank changes anything, plain parameters included; the step after goes on."""
@@ -539,6 +541,7 @@ def test_a_gradient_that_is_not_finite(shape):
         assert different(after, before) == list(before)
 
 
+@twin
 def test_grad_scaler():
     """A scale of 2^k changes no bit; without finite gradients the step is skipped everywhere."""
 
@@ -648,6 +651,7 @@ WRAPPERS = {
 }
 
 
+@twin
 @pytest.mark.parametrize("world", [2, 4] if SOAK else [4])
 def test_ways_to_shard(world):
     """Resharded in part: on half of four ranks."""
@@ -684,6 +688,7 @@ def test_mixed_precision():
         assert_near(found, expected, 3e-3)
 
 
+@twin
 def test_master_weights():
     """16-bit parameters. Ranks have the same data, so that nothing is rounded on the way."""
 
@@ -751,6 +756,7 @@ def test_a_mesh_of_one_rank():
     assert torch.allclose(told["update_rms"], metrics["update_rms"])
 
 
+@twin
 def test_groups_that_are_added():
     plain, other = Net(), Branches()
 
@@ -868,6 +874,7 @@ def test_adamw_has_the_bits_of_torch():
         assert different(ours, theirs) == []
 
 
+@twin
 def test_another_model_on_other_ranks():
     """Two models on two ranks each, which have no parameter in common."""
 
@@ -1041,6 +1048,7 @@ def data_and_tensor_parallel():
     return fsdp(model, mesh["data"])
 
 
+@twin
 def test_a_problem_where_parameters_are_on_several_meshes():
     """Tensor parallel and FSDP2: a rank's problem reaches those that share no mesh with it."""
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import samestep
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_cases, run_forked
+from tests.soak import twin_cases
 
 STEPS = 4
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.5, "reduction": "ordered", "crossover": 20}
@@ -91,6 +92,7 @@ def alone():
     return norms, {name: param.detach() for name, param in whole.named_parameters()}
 
 
+@twin_cases("none")
 @pytest.mark.parametrize("sharding", ["zero2", "none"])
 def test_clips_by_the_norm_of_all_stages(sharding):
     norms, wanted = alone()
@@ -123,6 +125,7 @@ def skip(rank, bad):
     return unchanged, not torch.equal(next(part.parameters()), next(iter(before.values())))
 
 
+@twin_cases("0")
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_gradient_of_one_stage_that_is_not_finite_skips_the_step_on_all(bad):
     assert run_forked(4, skip, bad) == [(True, True)] * 4

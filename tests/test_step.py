@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.rules import RULES, AdamWRule, MuonRule, Update, register_rule
+from tests.soak import twin
 
 COMMON = {"lr": 0.02, "master_weights": False}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -1000,6 +1001,7 @@ def test_a_torch_that_cannot_compile_is_told_at_construction(monkeypatch):
         samestep.AdamW(draw_parameters(OWN_SHAPES), compile="eager")
 
 
+@twin
 @pytest.mark.usefixtures("own_rules")
 @pytest.mark.skipif("not torch_compiles()")
 def test_own_rules_compile():

@@ -19,7 +19,7 @@ from tests.acceptance.flat import GPT, SKIPPED, train, train_alone, values
 from tests.counting_group import counted
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
-from tests.soak import SOAK, twin
+from tests.soak import SOAK, twin, twin_cases
 
 STEPS, FEWER = 200 if SOAK else 9, 12 if SOAK else 8  # more than the seven of a pattern
 EVERYTHING = 1 << 30  # elements: all in one bucket
@@ -73,6 +73,7 @@ def test_a_long_run_to_the_bit(world, modes):
     assert_all_alike(world, STEPS, modes)
 
 
+@twin_cases("1-modes0")
 @pytest.mark.parametrize(
     ("world", "modes"),
     [
@@ -186,6 +187,7 @@ def test_bytes_of_a_step(world):
     assert total <= 1.001 * world * least + world * found.mask
 
 
+@twin
 @pytest.mark.parametrize("world", [4, 8] if SOAK else [4])
 def test_memory_of_zero1(world):
     """Inside backward: parameters, all gradients, and this rank's share of the state."""
@@ -276,6 +278,7 @@ def plan_llama():
     return plan_flat(specs, 1024, bucket_elements=LEAST_ELEMENTS).lines()
 
 
+@twin
 def test_planning_a_large_model_on_many_ranks():
     def job(rank):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

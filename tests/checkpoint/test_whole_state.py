@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samestep
 from tests.checkpoint.foreign.net import ADAMW, BEFORE, Net, adamw_groups, muon_groups, tokens_of
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
 LAYOUTS = {
@@ -129,6 +129,7 @@ def loads(kind, layout, rank, world, saved):
 KINDS = list(NEAR)
 
 
+@twin
 @pytest.mark.parametrize("world", some([2, 4]))
 def test_whole_state_loads_in_every_layout(world):
     """Of torch.optim.AdamW and of ours, also with amsgrad, variance, fused rows and masters."""

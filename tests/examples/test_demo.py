@@ -16,7 +16,7 @@ from rich.console import Console
 import samestep
 from examples import demo
 from examples.gpt import GPT, GPTConfig
-from tests.soak import some, twin
+from tests.soak import some, twin, twin_cases
 
 TINY = ["--width", "32", "--layers", "1", "--batch-size", "8", "--context", "32"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -187,6 +187,7 @@ def test_out_that_is_a_file_ends_with_status_2(tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@twin_cases("MuonAdamW")
 @pytest.mark.parametrize("interrupted", some(["MuonAdamW", "AdamW"]))
 def test_interrupt_writes_the_steps_both_runs_finished(interrupted, tmp_path, monkeypatch):
     finished: list[str] = []

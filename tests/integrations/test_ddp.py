@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samestep
 from tests.integrations.ranks import assert_same, values
 from tests.ranks import run_forked
-from tests.soak import some
+from tests.soak import some, twin_cases
 
 
 class Net(nn.Module):
@@ -54,6 +54,7 @@ def alone(steps, world=2):
     return values(model)
 
 
+@twin_cases("zero2-inside", "none-ddp")
 @pytest.mark.parametrize("given", ["ddp", "inside"])
 @pytest.mark.parametrize("sharding", some(["none", "zero1", "zero2"]))
 def test_a_run_that_goes_on_from_a_file_of_rank_0(given, sharding, tmp_path):

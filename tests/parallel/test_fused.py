@@ -36,7 +36,7 @@ from tests.parallel.fused_model import (
     train_stack,
 )
 from tests.ranks import RanksFailed, run_cases, run_forked
-from tests.soak import SOAK, twin
+from tests.soak import SOAK, twin, twin_cases
 
 KV_HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.5}
@@ -117,6 +117,7 @@ def layer_by_itself(rank, case):
     return tuple(given.shape)
 
 
+@twin_cases("2")
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_layer_has_the_outputs_and_gradients_of_separate_matrices(tp):
     """Bit for bit, where nothing is rounded.
@@ -243,6 +244,7 @@ def cut_as_one_block(rank, degrees):
     return loss, whole_state_dict(stack.model)
 
 
+@twin
 def test_a_fused_matrix_that_is_cut_as_one_is_seen():
     model = new_model(4)
     right = float(mse_loss(model(batch(0)[0]), batch(0)[1]).detach())
@@ -264,6 +266,7 @@ def as_if_whole(rank):
     return trained(rank, (1, {"tp": 2}))
 
 
+@twin
 def test_gradients_of_shared_heads_that_are_not_added_up_are_seen():
     with pytest.raises(RanksFailed, match=r"qkv\.\w+\[\d+:\d+\]' differs between ranks 0 and 1"):
         run_forked(2, as_if_whole)

@@ -12,7 +12,7 @@ from samestep.models.gpt import GPTConfig
 from samestep.parallel import data, tensor
 from samestep.parallel.replicas import ReplicasDifferError, check_replicas
 from tests.ranks import RanksFailed, run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 LAYERS = 2 if SOAK else 1  # each is cut as the others are, and test_fused.py has two
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "heads": 4, "kv_heads": 2, "layers": LAYERS}
@@ -105,6 +105,7 @@ def failures(case: Case) -> list[str]:
     return found.failures()
 
 
+@twin
 def test_experts_averaged_over_their_own_ranks_are_seen(monkeypatch):
     """003: both kinds of parameters divide by all ranks that have tokens."""
 
@@ -121,12 +122,14 @@ def as_if_whole(self, own_part):
     self._given = tensor.Replicate()
 
 
+@twin
 def test_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
     monkeypatch.setattr(tensor.CopiedModule, "__init__", as_if_whole)
     with pytest.raises(RanksFailed, match=r"differs between ranks 0 and 1 after they were laid"):
         prove_all(2, [Case("mutant", 2, DENSE, SP, sequences=4, steps=1)])
 
 
+@twin
 def test_qk_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
     monkeypatch.setattr(tensor.CopiedModule, "__init__", as_if_whole)
     monkeypatch.setattr(matrix, "check_replicas", lambda model: 0)

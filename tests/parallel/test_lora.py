@@ -27,7 +27,7 @@ from samestep.parallel.lora import (
 from samestep.parallel.replicas import check_replicas
 from tests.parallel.pipelines import CONFIG, OPTIONS, batch, gpt, mean_loss
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin_cases
 
 PATTERNS = ["*.attention.[qv]", "*.attention.out", "*.mlp.*"]
 SHAPE = replace(CONFIG, layers=2, kv_heads=2)
@@ -216,6 +216,7 @@ def train(rank, tp, sequence_parallel, when, rule, path=None, steps=STEPS):
     return grads, norms, params, placements, copies
 
 
+@twin_cases("1-False-after-adamw")
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel", "when", "rule"),
     [

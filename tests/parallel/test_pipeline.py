@@ -24,7 +24,7 @@ from tests.parallel.pipelines import (
     train_alone,
 )
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 
 SCHEDULES = {
     "2 stages": (2, 1, {}),
@@ -44,6 +44,7 @@ def gradients(rank, stages, options):
     return loss.item(), {name: opt.full_gradient(name) for name in names}
 
 
+@twin
 @pytest.mark.parametrize("case", some(list(SCHEDULES), every=4))
 def test_gradients_are_those_of_one_process(case):
     stages, dp, options = SCHEDULES[case]

@@ -14,6 +14,7 @@ from samestep.parallel.apply import apply, shard_rules
 from samestep.parallel.plan import Plan, PlanError, name_matches
 from samestep.parallel.replicas import ReplicasDifferError
 from tests.ranks import run_forked
+from tests.soak import twin_cases
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 1, "heads": 4, "kv_heads": 2}
 DENSE = GPTConfig(**SHAPE)
@@ -118,6 +119,7 @@ def test_the_replicate_list_has_exceptions_with_a_reason():
     run_forked(2, allowed)
 
 
+@twin_cases("4")
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_fused_weight_that_is_cut_by_rows_is_refused_on_every_rank(world):
     scenario = FusedQKVCut(0, world)

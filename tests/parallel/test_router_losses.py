@@ -14,7 +14,7 @@ from samestep.parallel.router_losses import RouterLosses
 from samestep.parallel.stack import Stack
 from tests.parallel.test_layouts import EXPERTS, SP, failures, prove_all
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 # --- formulas -------------------------------------------------------------------------------------
 
@@ -215,6 +215,7 @@ def kinds(case):
     return {line.split()[0] for line in failures(case)}
 
 
+@twin
 def test_statistics_of_own_tokens_are_seen(monkeypatch):
     """Ranks whose balance loss is that of their own tokens: other gradients of the router."""
 
@@ -227,6 +228,7 @@ def test_statistics_of_own_tokens_are_seen(monkeypatch):
     assert {"gradient", "router"} <= found
 
 
+@twin
 def test_ranks_of_the_sequence_left_out_are_seen(monkeypatch):
     class Mesh:
         """One without sequence parallel, to those who ask."""
@@ -240,6 +242,7 @@ def test_ranks_of_the_sequence_left_out_are_seen(monkeypatch):
     assert {"gradient", "router"} <= found
 
 
+@twin
 def test_a_missing_divisor_is_seen(monkeypatch):
     place = router_losses.place
     monkeypatch.setattr(router_losses, "place", lambda model, ranks, _: place(model, ranks, 1))
@@ -254,6 +257,7 @@ def test_micro_batches_that_count_whole_are_seen(monkeypatch):
     assert {"gradient", "router"} <= found
 
 
+@twin
 def test_shared_experts_whose_gradients_are_not_combined_are_seen(monkeypatch):
     """Each rank of the sequence takes what its own tokens say for the whole."""
     right = tensor._styles

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 
 import samestep
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin_cases
 
 STEPS = 2
 MICRO_BATCHES = 4
@@ -148,6 +148,7 @@ def test_schedules_scale_gradients_in_every_layout_and_nobody_is_blamed():
             assert all("does not say which is the last" in text for text in said)
 
 
+@twin_cases("interleaved")
 @pytest.mark.parametrize("name", some(["gpipe", "1f1b", "interleaved"]))
 def test_clipping_by_hand_beside_a_schedule_is_told_all_the_same(name):
     for _, _, said in run_forked(4, train, name, {}, True):

@@ -39,7 +39,7 @@ from samestep.rules.orthogonalize import (
     step_coefficients,
 )
 from tests.limits import HANG
-from tests.soak import SOAK, some, twin
+from tests.soak import SOAK, some, twin, twin_cases
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]
@@ -261,6 +261,7 @@ def test_the_judge_sees_one_block_among_many():
 COUNT = 3000 if SOAK else 1000
 
 
+@twin_cases("float16-gram")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("arithmetic", some([FLOAT16, BFLOAT16]), ids=some(["float16", "bfloat16"]))
 def test_kernels_keep_equilibrated_blocks_in_bounds(arithmetic, execution):

@@ -23,6 +23,7 @@ from samestep.lab.stress.report.page import (
     traffic,
 )
 from samestep.lab.stress.report.plot import HEIGHT, WIDTH, Scale, alike, plot
+from tests.soak import twin_cases
 from tests.stress.example_receipt import (
     EXAMPLES,
     case_of,
@@ -120,6 +121,7 @@ def page_of():
     return get
 
 
+@twin_cases("large", "dense")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_case_scenario_layout_and_mutant_is_there(name, page_of):
     receipt, page = EXAMPLES[name](), page_of(name)
@@ -165,6 +167,7 @@ def test_everything_can_be_read_by_a_screen_reader(name, page_of):
     assert len(page.all("h1")) == len(page.all("main")) == 1
 
 
+@twin_cases("large")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_is_loaded_and_every_link_leads_somewhere(name, page_of):
     page = page_of(name)

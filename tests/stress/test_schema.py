@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 
 from samestep.lab.stress.judge import CHECKS, PROGRAM_CHECKS
 from samestep.lab.stress.receipt import check_receipt
+from tests.soak import twin_cases
 from tests.stress.example_receipt import EXAMPLES, clean, failed, mutants, with_mutants
 from tests.stress.example_receipt import receipt as made
 
@@ -39,6 +40,7 @@ def damaged(receipt, path, value):
     return receipt
 
 
+@twin_cases("large")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_whole_receipts_pass(name):
     check_receipt(json.loads(json.dumps(EXAMPLES[name]())))

@@ -14,7 +14,7 @@ from samestep.lab.stress.ranks import ForkedRanks
 from samestep.lab.stress.receipt import case_entry
 from samestep.lab.stress.scenarios import SCENARIOS
 from tests.limits import HANG
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 from tests.stress.test_cases import FEWER, run
 
 SHARDED = [name for name, layout in LAYOUTS.items() if layout.parameters != "plain"]
@@ -70,6 +70,7 @@ def test_sums_that_are_not_divided_work_on_gloo_with_fast_reduction():
     assert [result.status for result in results] == ["exact", "exact"]
 
 
+@twin
 def test_sums_of_the_backend_are_near():
     first, *others = run(
         "clipped", ["one_process", "hsdp"], 4, steps=8 if SOAK else 4, reduction="fast"

@@ -13,7 +13,7 @@ from tests.counting_group import CountingGroup
 from tests.inside.estimate.peaks import peak_bytes
 from tests.inside.estimate.saved import saved_for_backward
 from tests.ranks import run_cases
-from tests.soak import SOAK, some, twin
+from tests.soak import SOAK, some, twin, twin_cases
 
 SMALL = GPTConfig(vocab_size=96, context=64, width=64, layers=2, heads=4, kv_heads=2)
 
@@ -116,6 +116,7 @@ def recomputing(model, recompute):
     return choices, config.layers * torch.get_rng_state().nbytes
 
 
+@twin_cases("more0-6-0.03-selective", "more1-4-0.0001-full", "more2-5-0.06-full")
 @pytest.mark.parametrize("recompute", some(["selective", "none", "full"]))
 @pytest.mark.parametrize(
     ("more", "rows", "within"),

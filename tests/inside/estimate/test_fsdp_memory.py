@@ -13,7 +13,7 @@ from samestep.parallel.stages import cut
 from tests.counting_group import CountingGroup
 from tests.inside.estimate.peaks import peak_bytes
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 
 # The vocabulary is divided with padding.
 SHAPE = GPTConfig(vocab_size=250, context=4, width=128, layers=4, heads=4, kv_heads=4)
@@ -39,6 +39,7 @@ if SOAK:
     CASES += [(3, {}), (4, {}), (4, {"replicate": 2}), (8, {}), (8, {"pp": 4}), (8, {"pp": 2})]
 
 
+@twin
 @pytest.mark.parametrize(("world", "mesh"), some(CASES))
 def test_units_and_gradients_are_foreseen(world, mesh):
     ranks = run_forked(world, measured, mesh)

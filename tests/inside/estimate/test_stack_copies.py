@@ -29,7 +29,7 @@ from tests.inside.estimate.test_hybrid import copied
 from tests.inside.estimate.test_memory import parameters_of, storages
 from tests.inside.estimate.test_parts import buffers_of
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 
 # Of Llama-70B: 8192 wide, 64 heads of which 8 have keys and values, 32,000 words. Its MLP has three
 # matrices of 3.5 widths, this one two of 5; its 80 layers are 8, or 2.
@@ -227,6 +227,7 @@ def check(world, cases):
     return worst
 
 
+@twin
 @pytest.mark.parametrize(
     ("world", "cases"), [(4, some(ON_FOUR)), (8, ON_EIGHT)][: 2 if SOAK else 1]
 )

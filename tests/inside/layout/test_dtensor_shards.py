@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 from tests.ranks import run_forked
-from tests.soak import some
+from tests.soak import some, twin_cases
 
 
 @st.composite
@@ -87,6 +87,7 @@ PLACEMENTS = {
 }
 
 
+@twin_cases("rows", "columns", "rows twice")
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_torchs_shards(name):
     mesh_shape, placements = PLACEMENTS[name]
@@ -104,6 +105,7 @@ def test_torchs_shards(name):
     run_forked(4, job)
 
 
+@twin_cases("2-3")
 @pytest.mark.parametrize(("data", "model"), some([(2, 2), (3, 2), (2, 3)]))
 def test_fsdp_over_tensor_parallel(data, model):
     """7 rows on 3 x 2 is where torch's own helper is wrong."""

@@ -18,7 +18,7 @@ from samestep.mesh.degrees import Degrees
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stages import cut
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 DENSE = GPTConfig(layers=7)
 EXPERTS = GPTConfig(layers=7, experts=8, expert_size=16)
@@ -117,6 +117,7 @@ def test_experts_are_gathered_by_those_who_have_the_same():
     assert ("data x expert", "reduce_scatter") in sent
 
 
+@twin
 def test_copies_of_parts_are_averaged_over_data_ranks():
     """Llama-70B as Megatron's template has it: bytes that follow from its shape, and FSDP2's."""
     model, degrees = load_model("llama-70b", torch.bfloat16), Degrees(64, tp=4, pp=4)

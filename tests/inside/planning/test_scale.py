@@ -13,7 +13,7 @@ from samestep.lab.estimate.hardware import PRESETS
 from samestep.lab.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 from tests.limits import HANG
-from tests.soak import SOAK
+from tests.soak import SOAK, twin_cases
 
 CASES = [
     ("deepseek-v3", Degrees(2048, pp=16, ep=64), Settings(sharding="zero1"), 3),
@@ -27,6 +27,7 @@ if SOAK:
     ]
 
 
+@twin_cases("llama-70b-degrees1-settings1-1")
 @pytest.mark.parametrize(("name", "degrees", "settings", "least"), CASES)
 def test_large_models_on_many_ranks(name, degrees, settings, least):
     model = load_model(name, torch.bfloat16)

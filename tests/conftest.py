@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from samestep.comm.groups import registry
 from tests import limits, quick_dtensors, quick_seeds
+from tests.lanes import Lanes
 from tests.large_pages import use_large_pages
 from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
@@ -53,6 +54,9 @@ KEPT = {".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache", "out", "bu
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--lanes", type=int, metavar="N", help="so many tests at a time, in forked processes"
+    )
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run files, and tests in them, in random order"
     )
@@ -98,10 +102,14 @@ def in_checkout():
 
 def pytest_sessionstart(session):
     session.in_checkout = in_checkout()
-    if hasattr(session.config, "workerinput"):
+    config = session.config
+    lanes = config.getoption("lanes")
+    if lanes or hasattr(config, "workerinput"):
         prepare()
-    elif session.config.getoption("numprocesses", None):
-        rewrite_once(session.config)
+    if lanes or config.getoption("numprocesses", None):
+        rewrite_once(config)
+    if lanes and (reporter := config.pluginmanager.getplugin("terminalreporter")):
+        reporter.showfspath = False  # tests of several files end between each other
 
 
 def pytest_collection_finish(session):
@@ -110,7 +118,31 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     gc.set_threshold(20_000)  # as in ranks: steps make many objects that live
+    if not session.config.getoption("lanes"):  # which have pages of their own
+        use_large_pages()
+
+
+def begin_lane():
+    """Give a lane what a process of tests has; what to do when it ends."""
+    global TEMPORARY
+    adopt_orphans()
+    TEMPORARY = own_temporary_folder()
     use_large_pages()
+    return lambda: shutil.rmtree(TEMPORARY, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """With `--lanes`, tests are run in other processes, and told here."""
+    count = session.config.getoption("lanes")
+    if not count or session.testsfailed or session.config.option.collectonly:
+        return None  # pytest says what could not be collected
+    Lanes(session, count, begin_lane).run()
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -394,7 +394,7 @@ def test_checkpoints_between_meshes_are_bit_equal(tmp_path):
 
 
 def test_state_dicts_of_every_layout_go_on_exactly():
-    names, sizes = list(EVEN), (2, 1, 2)
+    names, sizes = list(EVEN)[:: 1 if SOAK else 2], (2, 1, 2)
 
     def job(rank, layout):
         options = {**NORMUON, **SMALL, **LAYOUTS[layout], "state_dict_form": "part"}

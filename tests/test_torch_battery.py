@@ -239,6 +239,8 @@ DEFAULT_CASES = [
     Case("MuonAdamW", "default", "default"),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+# Where options meet nothing but what they met above.
+some_cases = pytest.mark.parametrize("case", some(CASES), ids=str)
 default_cases = pytest.mark.parametrize("case", DEFAULT_CASES, ids=lambda case: case.optimizer)
 
 DISTANCE = 8
@@ -486,7 +488,7 @@ def test_near_torch_with_tensors(case):
     )
 
 
-@every_case
+@some_cases
 def test_add_param_group_mid_run(case):
     """Against torch again: the newcomer starts afresh and takes the constructor's options."""
     ours, theirs = Regression(case), Regression(case)
@@ -573,7 +575,7 @@ def resumed(case: Case, checkpoint: Any, **options: Any) -> tuple[Regression, Op
     return model, optimizer
 
 
-@every_case
+@some_cases
 @pytest.mark.parametrize("steps", some([5, 0]), ids=str)
 def test_resumes_bit_for_bit(case, steps):
     model, optimizer, checkpoint = saved_after(case, steps)
@@ -639,7 +641,7 @@ def test_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
     assert_same_bits(there, snapshot(model, optimizer))
 
 
-@every_case
+@some_cases
 def test_state_dict_round_trip(case):
     _, optimizer, checkpoint = saved_after(case, 3)
     fresh, loaded = resumed(case, checkpoint)
@@ -686,7 +688,7 @@ def test_a_copy_goes_its_own_way(case, clone):
 # --- closures and hooks ---------------------------------------------------------------------
 
 
-@every_case
+@some_cases
 def test_closure(case):
     """Called once, with gradients enabled, before the update; its loss is returned."""
     plain, model = Regression(case), Regression(case)
@@ -711,7 +713,7 @@ def test_closure(case):
     assert optimizer.step() is None
 
 
-@every_case
+@some_cases
 def test_step_hooks(case):
     """In torch's order, around the update; a pre-hook may change gradients and arguments."""
     plain, model = Regression(case), Regression(case)
@@ -758,7 +760,7 @@ def test_step_hooks(case):
     assert len(calls) == 5  # removed
 
 
-@every_case
+@some_cases
 def test_state_dict_hooks(case):
     """Before saving the optimizer can still be changed, after it the dict, by either way."""
     model = Regression(case)
@@ -786,7 +788,7 @@ def test_state_dict_hooks(case):
     assert saved["note"] == "edited and replaced"
 
 
-@every_case
+@some_cases
 def test_load_state_dict_hooks(case):
     """Pre-hooks may edit what is loaded, and post-hooks find it in place."""
     model, optimizer, checkpoint = saved_after(case, 3)

@@ -152,6 +152,7 @@ def test_rivals(tmp_path, capsys, monkeypatch):
     assert len(written(tmp_path, "rivals.json")["runs"]) == 3
 
 
+@twin
 def test_small_state(tmp_path, capsys, monkeypatch):
     text = torch.arange(2000).remainder(7).to(torch.uint8)
     monkeypatch.setattr(small_state, "load_corpus", lambda: Corpus(text, text, (), ()))
@@ -202,6 +203,7 @@ def test_plan_time(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "plan_time_cpu.json").exists()
 
 
+@twin
 def test_survival(tmp_path, capsys):
     one = "polar-express gram kernels float16"
     options = survival.Options(blocks=64, seconds=0.1, only=one, out=tmp_path)

@@ -77,7 +77,7 @@ def test_everything_is_foreseen(world):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1), (2, 2, 2)] if SOAK else [(2, 1, 2)])
-@pytest.mark.parametrize("rule", ["soap", "muonh"])
+@pytest.mark.parametrize("rule", ["soap", *["muonh"] * SOAK])
 def test_copies_of_parts_are_foreseen(sizes, rule, monkeypatch):
     usual = parts.options_of
 

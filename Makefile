@@ -48,7 +48,7 @@ types: venv
 	$(PY) -m mypy
 
 # Three at a time even on two cores: ranks wait for each other a third of the time.
-AT_A_TIME := -n 3 --dist worksteal
+AT_A_TIME := --lanes 3
 unit: venv
 	$(PY) -m pytest $(AT_A_TIME)
 

@@ -60,9 +60,18 @@ def test_is_skipped():
 }
 
 
-def run(folder, *arguments):
+FAILS = """
+import pytest
+
+@pytest.mark.parametrize("place", range(500))
+def test_fails(place):
+    assert place
+"""
+
+
+def run(folder, files, *arguments):
     """A session of its own in a child of this process: its exit status and outcomes."""
-    for name, text in {"conftest.py": CONFTEST, **FILES}.items():
+    for name, text in {"conftest.py": CONFTEST, **files}.items():
         folder.joinpath(name).write_text(text)
     report = folder / "report.xml"
 
@@ -83,7 +92,7 @@ def run(folder, *arguments):
 
 
 def test_every_test_is_run_once_and_told(tmp_path, capfd):
-    status, found, report = run(tmp_path)
+    status, found, report = run(tmp_path, FILES)
     told = capfd.readouterr().out
     assert status == pytest.ExitCode.TESTS_FAILED
     assert Counter(found.values()) == {"passed": 13, "failed": 2, "skipped": 1}
@@ -94,15 +103,15 @@ def test_every_test_is_run_once_and_told(tmp_path, capfd):
     assert "said by 4" not in told
     assert "the process that ran it died" in told
     ups, downs = ((tmp_path / name).read_text() for name in ("set_up", "torn_down"))
-    assert 1 <= len(ups) == len(downs) <= 3  # once in a lane, and not for each test
+    assert 1 <= len(ups) == len(downs) < 8  # not for each test
     assert (tmp_path / "ended").read_text() == "xxx"  # also of what was started for who has died
 
 
 def test_nothing_more_is_run_after_enough_failures(tmp_path):
-    status, found, _ = run(tmp_path, "-x")
+    status, found, _ = run(tmp_path, {"test_fails.py": FAILS}, "-x")
     assert status == pytest.ExitCode.TESTS_FAILED
-    assert "failed" in found.values()
-    assert len(found) < 16
+    assert list(found.values()).count("failed") == 1
+    assert len(found) < 500
 
 
 def test_who_has_nothing_left_takes_half_of_the_rest():

@@ -6,7 +6,6 @@ copied.
 """
 
 from collections.abc import Container, Sequence
-from functools import reduce
 from typing import Protocol
 
 import torch
@@ -63,10 +62,13 @@ class ParameterBuckets(Protocol):
 
 
 class CopiedGradients:
-    """A buffer is made for every reduction, and gradients are copied into it."""
+    """A buffer is made for every reduction, and gradients are copied into it.
+
+    dtypes: in which each bucket travels, as ranks agreed, also if one converts its model later.
+    """
 
     def __init__(
-        self, local: LocalTensors, plan: ShardingPlan, reduce_dtype: torch.dtype | None
+        self, local: LocalTensors, plan: ShardingPlan, dtypes: Sequence[torch.dtype]
     ) -> None:
         self._local = local
         # What every step asks of the plan: where in a bucket which elements of a parameter go.
@@ -75,8 +77,7 @@ class CopiedGradients:
             for bucket in plan.buckets
         ]
         self._sizes = [bucket.size for bucket in plan.buckets]
-        # As planned: ranks send what they agreed on, also if one has converted its model since.
-        self._dtypes = [reduce_dtype or dtype for dtype in gradient_dtypes(local, plan)]
+        self._dtypes = list(dtypes)
         self._devices = [local.params[bucket.params[0]].device for bucket in plan.buckets]
 
     def arrived(self, index: int) -> None:
@@ -139,17 +140,6 @@ class CopiedParameters:
             self._local.write(part.key[0], part.elements, values)
 
 
-def gradient_dtypes(local: LocalTensors, plan: ShardingPlan) -> list[torch.dtype]:
-    """By bucket the dtype that holds the gradients of all its parameters."""
-    of_buckets = [[local.params[index] for index in bucket.params] for bucket in plan.buckets]
-    return [joint_gradient_dtype(params) for params in of_buckets]
-
-
 def gradient_dtype(param: Tensor) -> torch.dtype:
     """The dtype of `.grad`; by default the parameter's, and in torch 2.9 always."""
     return getattr(param, "grad_dtype", None) or param.dtype
-
-
-def joint_gradient_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """The narrowest that holds the gradients of all, since users may set `grad_dtype` of some."""
-    return reduce(torch.promote_types, map(gradient_dtype, params))

@@ -12,7 +12,6 @@ from torch import Tensor
 from samestep.comm.collectives import Gathered
 from samestep.plan.flat import FlatPlace, places
 from samestep.plan.sharding import ShardingPlan
-from samestep.shards.replicated.buckets import gradient_dtypes
 from samestep.shards.replicated.local_tensors import LocalTensors
 
 BufferKind = tuple[torch.dtype, torch.device]
@@ -30,6 +29,7 @@ class FlatGradients:
         self,
         local: LocalTensors,
         plan: ShardingPlan,
+        dtypes: Sequence[torch.dtype],
         reduce_dtype: torch.dtype | None,
         rank: int,
         *,
@@ -44,7 +44,7 @@ class FlatGradients:
         # By dtype of the gradients and device: each has room for any bucket of that kind, also
         # where `grad_dtype` gives parameters of several dtypes gradients of one.
         devices = [local.params[members[0]].device for members in self._members]
-        self._kinds = list(zip(gradient_dtypes(local, plan), devices, strict=True))
+        self._kinds = list(zip(dtypes, devices, strict=True))
         self._spare: dict[BufferKind, list[Tensor]] = {kind: [] for kind in self._kinds}
         self._room = dict.fromkeys(self._kinds, 0)
         for kind, size in zip(self._kinds, self._sizes, strict=True):

@@ -6,15 +6,29 @@ from typing import TYPE_CHECKING
 import torch
 
 from samestep.comm.collectives import is_nccl
-from samestep.comm.groups import GroupReduction, fabric_of
+from samestep.comm.groups import GroupReduction, RankGroup, fabric_of
+from samestep.comm.replicated_votes import ReplicatedHere
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import describe_kernels
 from samestep.plan.placement_plan import BucketPlan, RankPlan, Topology, plan_placement
+from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.shards.placement import PlanMembers
 
 if TYPE_CHECKING:
     from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
     from samestep.shards.planner import Request
+
+
+_WAY_OUT = (
+    'By grads="reduced" somebody else averages gradients, and all ranks have the same ones then: '
+    "have a rank that did not use the parameter give zeros to the average, and take it; or leave "
+    'grads="reduced" out, and the optimizer averages'
+)
+
+
+def votes_on_copies(params: int, group: RankGroup) -> ReplicatedHere:
+    """The votes on plain parameters of which all ranks must have the same gradients."""
+    return ReplicatedHere(replicated_by_all(params, group.size), (0,), group, _WAY_OUT)
 
 
 def reduced_alike(

@@ -15,12 +15,10 @@ from torch import Tensor
 from samestep.comm.collectives import Gathered, Pending, gather_stretch
 from samestep.comm.groups import GroupReduction, RankGroup, in_two_levels, ranks_text
 from samestep.comm.presence import Call, PresenceAgreement, RankFailure
-from samestep.comm.replicated_votes import ReplicatedHere
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import mesh_of
 from samestep.plan.placement_plan import RankPlan
-from samestep.plan.replicated_gradients import replicated_by_all
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
 from samestep.rules.state import State
@@ -39,6 +37,7 @@ from samestep.shards.replicated.planning import (
     plan_lines,
     plan_on_rank,
     reduced_alike,
+    votes_on_copies,
 )
 from samestep.shards.replicated.reduction import BucketReductions
 from samestep.shards.replicated.values import ReplicatedValues
@@ -52,13 +51,6 @@ if TYPE_CHECKING:
     from samestep.shards.dtensor.mesh_layout import MeshLayout
     from samestep.shards.dtensor.primary_blocks import PrimaryBlocks
     from samestep.shards.planner import Request
-
-
-_WAY_OUT = (
-    'By grads="reduced" somebody else averages gradients, and all ranks have the same ones then: '
-    "have a rank that did not use the parameter give zeros to the average, and take it; or leave "
-    'grads="reduced" out, and the optimizer averages'
-)
 
 
 @dataclass(eq=False)
@@ -129,7 +121,7 @@ class ReplicatedShards(Placement):
         self._plan_lines = plan_lines(planned, layout)
         lines += comparable_lines(planned, members, self._plan_lines, self.device)
         agree_on_plan(self._names, self.local.values(), lines, self._groups, members.problem)
-        self._parameters, gradients = self._buckets()
+        self._parameters, gradients = self._buckets(planned.gradient_dtypes)
         self.mend_replicas()
         self.mesh: MeshSide | None = None
         if layout is not None:
@@ -147,7 +139,9 @@ class ReplicatedShards(Placement):
         self._order = request.order
         self._gathers: dict[int, Pending[Gathered]] = {}  # by bucket, in flight
         self._in_flight = request.in_flight if self.shape.defers else None
-        replicated = self._replicated_here() if layout is None else layout.replicated
+        replicated = None if layout is None else layout.replicated
+        if layout is None and not self.shape.reduces:
+            replicated = votes_on_copies(len(self.params), group)
         self.compares_copies = replicated is not None
         self._presence = PresenceAgreement(
             self._names,
@@ -164,24 +158,21 @@ class ReplicatedShards(Placement):
         self._owned = [bucket.owned(self.places.rank).places() for bucket in self.plan.buckets]
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
 
-    def _buckets(self) -> tuple[ParameterBuckets, GradientBuckets]:
-        """Parameters and gradients as buckets: in flat buffers, or copied for each collective."""
+    def _buckets(self, dtypes: Sequence[torch.dtype]) -> tuple[ParameterBuckets, GradientBuckets]:
+        """Parameters and gradients as buckets: in flat buffers, or copied for each collective.
+
+        dtypes: of the gradients of each bucket.
+        """
         chosen, rank = self.distribution, self.places.rank
         of_plan = self.local, self.plan
         if chosen.buffers != "flat":
-            return CopiedParameters(*of_plan, rank), CopiedGradients(*of_plan, chosen.reduce_dtype)
+            sent = [chosen.reduce_dtype or dtype for dtype in dtypes]
+            return CopiedParameters(*of_plan, rank), CopiedGradients(*of_plan, sent)
         keep, poison = not chosen.frees_gradients, chosen.poison_early_reads
         return (
             FlatParameters(*of_plan, rank, poison=poison),
-            FlatGradients(*of_plan, chosen.reduce_dtype, rank, keep=keep),
+            FlatGradients(*of_plan, dtypes, chosen.reduce_dtype, rank, keep=keep),
         )
-
-    def _replicated_here(self) -> ReplicatedHere | None:
-        """Plain parameters of which all ranks must have the same gradients, if any."""
-        if self.shape.reduces:
-            return None
-        along = replicated_by_all(len(self.params), self.group.size)
-        return ReplicatedHere(along, (0,), self.group, _WAY_OUT)
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedShards]":

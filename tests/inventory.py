@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import samestep
 from samestep import cli, presets
 from samestep.lab.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
-from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS
+from samestep.lab.stress.mutants import MUTANTS, STREAM_MUTANTS, XLA_MUTANTS
 from samestep.lab.stress.scenarios import SCENARIOS
 from samestep.recipes import RECIPES
 from samestep.rules import RULES
@@ -56,6 +56,7 @@ def inventory() -> dict[str, Any]:
     found["scenarios"] = sorted(SCENARIOS)
     found["layouts"] = sorted({*LAYOUTS, *LAYOUTS_ON_REQUEST})
     found["mutants"] = sorted(MUTANTS)
+    found["mutants of streams"] = sorted(STREAM_MUTANTS)
     found["mutants of XLA"] = sorted(XLA_MUTANTS)
     receipts = [path for name in RECEIPTS for path in (ROOT / name).rglob("*.json")]
     found["receipts"] = sorted(str(path.relative_to(ROOT)) for path in receipts)

@@ -14,7 +14,8 @@ from tests.stress.example_receipt import EXAMPLES, clean, failed, mutants, with_
 from tests.stress.example_receipt import receipt as made
 
 LATER = {  # what receipts did not always have, or have on XLA alone
-    "asked": ["device", "other_steps"],
+    "asked": ["delays", "device", "other_steps"],
+    "mutant": ["delays"],
     "case": ["reason", "program"],
     "ran": ["code", "nccl", "shared_gpus", "stretches"],
     "sample": ["bits"],

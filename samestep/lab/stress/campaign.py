@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from samestep.lab.stress.delays import Delays
 from samestep.lab.stress.judge import Expected, Finding, Judge, SampleVerdict, expected_run
 from samestep.lab.stress.layouts import EVERY_LAYOUT
 from samestep.lab.stress.mutants import Mutant
@@ -79,9 +80,15 @@ class Campaign:
     A scenario's reference and first layout are kept until the next scenario begins.
     """
 
-    def __init__(self, ranks: Ranks, make_model: MakeModel | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        make_model: MakeModel | None = None,
+        delays: Delays | None = None,
+    ) -> None:
         self.ranks = ranks
         self._make_model = make_model
+        self._delayed: Patch = nullcontext if delays is None else delays.applied
         self._shared_by: tuple[Any, ...] | None = None
         self._scenario: Scenario
         self._expected: Expected
@@ -131,7 +138,8 @@ class Campaign:
             with TemporaryDirectory(prefix="stress_") if saves else nullcontext("") as name:
                 folder = Path(name)  # for checkpoints
                 begun = self._begun_alone(cases, folder)
-                works = [Work(case, self._scenario, patch, folder, begun) for case in cases]
+                both = partial(_entered, self._delayed, patch)
+                works = [Work(case, self._scenario, both, folder, begun) for case in cases]
                 left.extend(works)
                 begin_next()
                 self.ranks.run(works, on_sample, on_end)
@@ -163,6 +171,14 @@ class Campaign:
             scenario = Recorded(scenario, expected.gradients)
         self._scenario, self._expected, self._shared_by = scenario, expected, key
         self.first_layout = {}
+
+
+@contextmanager
+def _entered(*patches: Patch) -> Iterator[None]:
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch())
+        yield
 
 
 def _result(judge: Judge, endings: dict[int, Ending] | None = None) -> CaseResult:
@@ -223,7 +239,7 @@ class MutantRunner:
     def __init__(self, watchdog: float, seed: int = 0) -> None:
         self._watchdog = watchdog
         self._seed = seed
-        self._healthy: dict[Case, str] = {}
+        self._healthy: dict[tuple[Case, Delays | None], str] = {}
 
     def run(self, mutant: Mutant) -> MutantResult:
         """Run its case as it is, unless that is known, then with the bug.
@@ -231,22 +247,25 @@ class MutantRunner:
         Where layouts have to disagree, the case as it is stands for the first layout.
         """
         start = time.monotonic()
-        ranks: ForkedRanks = (XlaDevices if mutant.device == "xla" else ForkedRanks)(
-            mutant.world, HEALTHY_WATCHDOG
-        )
-        campaign = Campaign(ranks)
+        ranks = ForkedRanks(mutant.world, HEALTHY_WATCHDOG)
+        if mutant.device == "xla":
+            ranks = XlaDevices(mutant.world, HEALTHY_WATCHDOG)
+        elif mutant.device == "cuda":
+            ranks = ForkedRanks(mutant.world, HEALTHY_WATCHDOG, "cuda", "nccl")
+        campaign = Campaign(ranks, delays=mutant.delays)
         place = mutant.scenario, mutant.layout, mutant.world
         case = Case(*place, mutant.steps, 1, mutant.reduction, self._seed)
         against_itself = mutant.expected == "layouts"
-        if case not in self._healthy or against_itself:
-            self._healthy[case] = campaign.run(case).status
+        known = case, mutant.delays
+        if known not in self._healthy or against_itself:
+            self._healthy[known] = campaign.run(case).status
         if not against_itself:
             campaign.first_layout = {}  # held against the reference alone
         if mutant.expected == "hang":
             ranks.watchdog = self._watchdog
         result = campaign.run(case, patch=mutant.patch)
         seconds = time.monotonic() - start
-        return MutantResult(mutant, self._healthy[case], tuple(result.findings), seconds)
+        return MutantResult(mutant, self._healthy[known], tuple(result.findings), seconds)
 
 
 Hearers = dict[str, Callable[..., Any]]

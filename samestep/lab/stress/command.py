@@ -33,7 +33,7 @@ from samestep.lab.stress.faults import cases as fault_cases
 from samestep.lab.stress.faults import receipt_of as faults_receipt
 from samestep.lab.stress.foreign import FOREIGN, ForeignResult, run_case, try_factory
 from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS
-from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS
+from samestep.lab.stress.mutants import MUTANTS, STREAM_MUTANTS, XLA_MUTANTS
 from samestep.lab.stress.options import Options, own_model
 from samestep.lab.stress.progress import Entry, Progress, go_on, key
 from samestep.lab.stress.rank import Case
@@ -225,7 +225,7 @@ def known_table() -> Table:
         table.add_row("scenario", name, scenario.story)
     for name, layout in EVERY_LAYOUT.items():
         table.add_row("layout", name, layout.story)
-    for name, mutant in {**MUTANTS, **XLA_MUTANTS}.items():
+    for name, mutant in {**MUTANTS, **STREAM_MUTANTS, **XLA_MUTANTS}.items():
         table.add_row("mutant", name, mutant.story)
     for name, foreign in FOREIGN.items():
         table.add_row("with --optimizer", name, foreign.story)
@@ -269,6 +269,7 @@ class Session:
         self.world = number_of_ranks(options.world_size, torchrun, least=1)
         self.backend, self.fallback_reason = options.chosen_backend(torchrun)
         self.device = options.chosen_device(self.backend)
+        self.delays = options.chosen_delays(self.device)
         self.make_model = options.make_model()
         self._code = code_digest(self.make_model)
         self.mutants: list[MutantResult] = []
@@ -419,7 +420,7 @@ class Session:
             ranks = XlaDevices(self.world, self.options.watchdog)
         if self.torchrun is not None:
             ranks = TorchrunRanks(self.torchrun, self.options.watchdog, self.backend, self.device)
-        return Campaign(ranks, self.make_model)
+        return Campaign(ranks, self.make_model, self.delays)
 
     def _run_mutants(self) -> None:
         if self.torchrun is not None:
@@ -446,7 +447,7 @@ class Session:
     def _asked(self) -> dict[str, Any]:
         keys = (
             "scenario", "layout", "world_size", "backend", "device", "steps", "other_steps",
-            "sample_every", "reduction", "seed", "model", "watchdog", "mutants",
+            "sample_every", "reduction", "seed", "model", "delays", "watchdog", "mutants",
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 

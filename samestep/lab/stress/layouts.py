@@ -54,6 +54,8 @@ class Layout:
             return "two copies of a sharded model need an even number of ranks, four or more"
         if self.parameters == "fsdp2_alone" and odd:
             return "pairs of ranks with data of their own need an even number, four or more"
+        if "ranks_per_host" in self.options and odd:
+            return "hosts of two ranks need an even number of ranks, four or more"
         if self.parameters == "spmd":
             return self._reason_against_program(scenario, world)
         if self.parameters == "spmd_hybrid" and scenario.ranks_differ:
@@ -198,6 +200,26 @@ _OFFLOADED = (
 for _layout in _OFFLOADED:
     register(_layout, on_request=True)
 
+# As if every two ranks shared a host. The first sums host by host too, in one level: sums in two
+# levels have the same bits.
+_HOSTS = {"ranks_per_host": 2}
+_TWO_LEVELS = {**_HOSTS, "two_levels": True}
+_IN_HOSTS = (
+    Layout("hosts_zero2", "zero2, sums host by host", {**_ZERO2, **_HOSTS, "two_levels": False}),
+    Layout(
+        "hosts_zero2_two_levels",
+        "zero2_overlap, inside hosts first and then across them",
+        {**_ZERO2, **_OVERLAP, **_TWO_LEVELS},
+    ),
+    Layout(
+        "hosts_flat_gather_overlap",
+        "flat_gather_overlap, inside hosts first and then across them",
+        {**_FLAT, **_ZERO2, **_OVERLAP, **_LATE, **_TWO_LEVELS},
+    ),
+)
+for _layout in _IN_HOSTS:
+    register(_layout, on_request=True)
+
 # DTensors of which other meshes hold copies, that the optimizer averages.
 _TENSOR, _EXPERT = {"model": 2}, {"expert": 2}
 _PLAIN_TP = "tensor parallel, in copies along a data axis"
@@ -274,6 +296,7 @@ for _layout in _SPMD:
 LAYOUT_SETS: dict[str, tuple[str, ...]] = {
     "copies": ("one_process", *(layout.name for layout in _COPIES)),
     "offload": tuple(layout.name for layout in _OFFLOADED),
+    "hosts": tuple(layout.name for layout in _IN_HOSTS),
     "xla": tuple(layout.name for layout in _SPMD),
     "quick": (
         "one_process",

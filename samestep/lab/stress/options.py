@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 import samestep
 from samestep.comm.nccl import sharing_problem
 from samestep.groups.distribution import Reduction
+from samestep.lab.stress.delays import Delays, check_delays
 from samestep.lab.stress.faults import LAYOUTS as FAULT_LAYOUTS
 from samestep.lab.stress.foreign import (
     FOREIGN,
@@ -27,7 +28,7 @@ from samestep.lab.stress.foreign import (
 )
 from samestep.lab.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, require_layouts
 from samestep.lab.stress.models import gpt, named_params
-from samestep.lab.stress.mutants import MUTANTS, XLA_MUTANTS, Mutant
+from samestep.lab.stress.mutants import MUTANTS, STREAM_MUTANTS, XLA_MUTANTS, Mutant
 from samestep.lab.stress.scenario import RATES, MakeModel, seeded
 from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS
 from samestep.launch import TorchrunRank, torchrun_rank
@@ -148,6 +149,9 @@ class Options:
         "the optimizer's keyword; ordered sums are compared bit for bit, fast ones within limits",
     ] = "ordered"
     watchdog: Annotated[float, "seconds after which a collective counts as hanging"] = 10.0
+    delays: Annotated[
+        bool, "on GPUs: streams and one host are late at random, so that a missing wait shows"
+    ] = False
 
     lanes: Annotated[int, "cases that run at the same time, each on ranks of its own"] = 1
     goes_on: Annotated[
@@ -203,7 +207,7 @@ class Options:
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""
         for name in () if self.mutant is None else self.mutant.split(","):
-            _known("--mutant", name, XLA_MUTANTS if self.device == "xla" else MUTANTS)
+            _known("--mutant", name, self._mutants_there_are())
         if self.optimizer is not None:
             self._check_foreign()
             return
@@ -247,10 +251,17 @@ class Options:
         if self.mutants and self.goes_on:
             raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
         self._check_xla()
-        if self.mutants and (
-            self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
-        ):
-            raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
+        on_gpu = self.device == "cuda" and self.backend != "nccl"
+        if self.mutants and (on_gpu or self.model != "tiny"):
+            raise BadRequestError(
+                "--mutants run on gloo and on CPU, those of streams with --backend nccl, and all "
+                "on their own models"
+            )
+        if self.delays and (self.mutants or self.faults):
+            raise BadRequestError(
+                "--delays are for scenarios: leave them out with --mutants, which have their own, "
+                "and with --faults"
+            )
 
     def _check_foreign(self) -> None:
         """An optimizer of somebody else has scenarios and ranks of its own, and no layouts."""
@@ -258,7 +269,7 @@ class Options:
             _known("--scenario", name, FOREIGN)
         fixed = (
             "quick", "layout", "device", "other_steps", "sample_every", "reduction", "lanes",
-            "goes_on", "mutants", "mutant", "faults", "share_gpus",
+            "goes_on", "mutants", "mutant", "faults", "share_gpus", "delays",
         )  # fmt: skip
         usual = {field.name: field.default for field in fields(self)}
         given = [spelled(name) for name in fixed if getattr(self, name) != usual[name]]
@@ -277,8 +288,20 @@ class Options:
 
     def known_bugs(self) -> Sequence[Mutant]:
         """The mutants to run: all of those for the device, or those that --mutant names."""
-        known = XLA_MUTANTS if self.device == "xla" else MUTANTS
+        known = self._mutants_there_are()
         return [known[name] for name in (known if self.mutant is None else self.mutant.split(","))]
+
+    def _mutants_there_are(self) -> Mapping[str, Mutant]:
+        if self.device == "xla":
+            return XLA_MUTANTS
+        return STREAM_MUTANTS if self.backend == "nccl" else MUTANTS
+
+    def chosen_delays(self, device: Device) -> Delays | None:
+        """The delays on the device that was chosen, if they were asked for."""
+        if not self.delays:
+            return None
+        check_delays(device)
+        return Delays(seed=self.seed)
 
     def foreign_cases(self) -> Sequence[ForeignCase]:
         """The cases of an optimizer of somebody else; --steps unless given are a few."""

@@ -129,6 +129,7 @@ def _mutant(result: MutantResult) -> dict[str, Any]:
         "step": None if first is None else first.step,
         "message": "" if first is None else first.message,
         "unpatched": result.unpatched,
+        **({} if mutant.delays is None else {"delays": list(mutant.delays.where)}),
         "seconds": result.seconds,
     }
 

@@ -1,10 +1,19 @@
 """Every known bug that the harness has to catch, by name."""
 
-from samestep.lab.stress.mutants import communication, copies, field, hybrid, mathematics, xla
-from samestep.lab.stress.mutants.mutant import MUTANTS, XLA_MUTANTS, Mutant
+from samestep.lab.stress.mutants import (
+    communication,
+    copies,
+    field,
+    hybrid,
+    mathematics,
+    streams,
+    xla,
+)
+from samestep.lab.stress.mutants.mutant import MUTANTS, STREAM_MUTANTS, XLA_MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS",
+    "STREAM_MUTANTS",
     "XLA_MUTANTS",
     "Mutant",
     "communication",
@@ -12,5 +21,6 @@ __all__ = [
     "field",
     "hybrid",
     "mathematics",
+    "streams",
     "xla",
 ]

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import samestep
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.groups import registry
 from samestep.comm.messages import gather_everywhere
 from samestep.fsdp import skip, take_part, use_ordered_reduction
@@ -51,6 +52,17 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.parallel.plan import Plan
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
+
+
+class HostsTraining(Training):
+    """Sums in two levels, whose groups have some ranks each."""
+
+    def _new_model(self) -> nn.Module:
+        self._logs = getattr(self, "_logs", None) or GroupLogs()
+        return super()._new_model()
+
+    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
+        return self._logs.compared(recorder)
 
 
 class FSDPTraining(DTensorTraining):
@@ -262,4 +274,5 @@ TRAININGS: dict[str, type[Training]] = {
 
 
 def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) -> Training:
-    return TRAININGS[layout.parameters](scenario, layout, rank, **options)
+    kind = HostsTraining if layout.options.get("two_levels") else TRAININGS[layout.parameters]
+    return kind(scenario, layout, rank, **options)

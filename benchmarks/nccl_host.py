@@ -65,7 +65,7 @@ CONTESTANTS = {
 
 def launched() -> int:
     """Collectives of NCCL that torch has recorded in this process so far."""
-    from torch._C._distributed_c10d import _dump_nccl_trace_json
+    from torch._C._distributed_c10d import _dump_nccl_trace_json  # type: ignore[attr-defined]
 
     entries = json.loads(_dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
     return max((entry["record_id"] for entry in entries.get("entries", [])), default=-1) + 1

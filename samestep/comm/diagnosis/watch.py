@@ -325,7 +325,7 @@ class Watch:
         stuck = self._stuck()
         if stuck is not None:
             return stuck
-        gone = self._gone(waiting=self._oldest_age() > SUSPICIOUS_S)
+        gone = self._gone(may_wait=self._oldest_age() > SUSPICIOUS_S)
         if gone is not None:
             return gone
         launched = {
@@ -356,24 +356,38 @@ class Watch:
                 return f"torch's {found.value[0]} has been in flight for too long"
         return None
 
-    def _gone(self, *, waiting: bool) -> str | None:
+    def _waits(self) -> bool:
+        """Whether the device is in a collective that others have to join: ours, or one of torch.
+
+        Asked for only when another rank has ended or has a problem. What the last step launched
+        stays in the list until the next one, however long ago it has arrived.
+        """
+        if self._oldest() is not None:
+            return True
+        of_torch = Background(lambda: self._torch_operations(SUSPICIOUS_S))
+        return of_torch.ended(DEVICE_S) and bool(of_torch.value)
+
+    def _gone(self, *, may_wait: bool) -> str | None:
         """A rank that has ended; one that ended well is missed only by who waits for it."""
         for rank, name in self._known_processes():
             if has_ended(name) and not self._store.check([self._key("ended", rank)]):
                 return f"rank {rank} is gone: its process was killed"
         ended = self._store.add("samestep/watch/ended", 0)
-        if ended > self._ended_seen or (waiting and ended):
+        waiting: bool | None = None  # not known
+        if ended > self._ended_seen or (may_wait and ended):
             for rank in range(self._size):
                 if rank != self._rank and self._store.check([self._key("ended", rank)]):
                     text = self._store.get(self._key("ended", rank)).decode()
                     if text:
                         return f"rank {rank} has ended by {text}"
+                    waiting = may_wait and self._waits() if waiting is None else waiting
                     if waiting:
                         return f"rank {rank} has ended without an error"
             self._ended_seen = ended
-        if waiting:
+        if may_wait:
             for rank in range(self._size):
-                if rank != self._rank and self._store.check([self._key("problem", rank)]):
+                told = rank != self._rank and self._store.check([self._key("problem", rank)])
+                if told and (waiting or self._waits()):
                     return self._store.get(self._key("problem", rank)).decode()
         return None
 

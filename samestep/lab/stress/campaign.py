@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from samestep.lab.stress.delays import Delays
+from samestep.lab.stress.delays import Delays, prepare_delays
 from samestep.lab.stress.judge import Expected, Finding, Judge, SampleVerdict, expected_run
 from samestep.lab.stress.layouts import EVERY_LAYOUT
 from samestep.lab.stress.mutants import Mutant
@@ -251,10 +251,11 @@ class MutantRunner:
         if mutant.device == "xla":
             ranks = XlaDevices(mutant.world, HEALTHY_WATCHDOG)
         elif mutant.device == "cuda":
+            prepare_delays(mutant.device)
             ranks = ForkedRanks(mutant.world, HEALTHY_WATCHDOG, "cuda", "nccl")
         campaign = Campaign(ranks, delays=mutant.delays)
         place = mutant.scenario, mutant.layout, mutant.world
-        case = Case(*place, mutant.steps, 1, mutant.reduction, self._seed)
+        case = Case(*place, mutant.steps, mutant.sample_every, mutant.reduction, self._seed)
         against_itself = mutant.expected == "layouts"
         known = case, mutant.delays
         if known not in self._healthy or against_itself:

@@ -11,14 +11,18 @@ a kernel that only spins is put
     host         as a sleep before a launch, on one rank
 
 Draws depend on seed and rank alone, in the order in which a rank launches its collectives.
+
+A communicator runs its collectives in order: who has waited for a later one of a group has waited
+for all before it, and a wait that is missing for those does not show.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -72,13 +76,15 @@ class Delays:
             yield
 
 
-def check_delays(device: str) -> None:
-    """Raise BadRequestError where there are no streams to delay."""
+def prepare_delays(device: str) -> None:
+    """Before ranks begin; raises BadRequestError where there are no streams to delay."""
     if device != "cuda":
         raise BadRequestError(
             "--delays are for streams of GPUs, and ranks compute on "
             f"{device}: give --backend nccl, or --device cuda"
         )
+    # Streams that share a queue of the device wait for each other, whoever forgot to.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 class _Draws:
@@ -104,7 +110,7 @@ class _Draws:
         """Perhaps let the current stream spin for a while."""
         cycles = int(self.ms(where) * CYCLES_PER_MS)
         if cycles:
-            torch.cuda._sleep(cycles)
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def sleep(self) -> None:
         """Perhaps let this host sleep, if it is the one that is late."""
@@ -127,7 +133,8 @@ def _launched_late(
         draws.spin("collectives")
         return launch(*args, **kwargs)  # type: ignore[no-any-return]
     # The collective waits for the stream that launches it, which is this one; nobody else does.
-    beside = _beside(device)
+    # Another stream every time: delays of one would add up.
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(beside):
         draws.spin("collectives")
@@ -141,8 +148,3 @@ def _device(args: tuple[Any, ...]) -> torch.device:
         if isinstance(first, Tensor):
             return first.device
     return torch.device("cpu")
-
-
-@cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -224,7 +224,8 @@ class HybridTraining(DTensorTraining):
         return by_first_plan(scenario, cut)
 
     def _new_optimizer(self) -> RuleOptimizer:
-        optimizer = self._stack.optimizer(**self.scenario.options(), **self._distribution)
+        options = {**self.scenario.options(), **self._distribution, **self._products()}
+        optimizer = self._stack.optimizer(**options)
         plans = gather_everywhere(optimizer.fingerprint(), registry.of().handle)
         self._fingerprint = hashlib.sha256(" ".join(plans).encode()).hexdigest()
         return optimizer

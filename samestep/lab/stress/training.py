@@ -76,14 +76,18 @@ class Training:
     def _new_optimizer(self) -> RuleOptimizer:
         # A rank goes on from what it has saved itself.
         options = {"state_dict_form": "part", **self.scenario.options(), **self._distribution}
-        if self._device.type == "cuda":
-            options["compute_dtype"] = torch.float32  # Muon's bfloat16 is far from any reference
-            if self.layout.parameters != "plain":
-                options["block_dtype"] = torch.float32
+        options |= self._products()
         with warnings.catch_warnings():
             if self.scenario.starts_differ:
                 warnings.filterwarnings("ignore", message="replicas differ")
             return samestep.MuonAdamW(self.model, **options)
+
+    def _products(self) -> dict[str, Any]:
+        """Options of a GPU, on which Muon's usual 16 bits are far from any reference."""
+        if self._device.type != "cuda":
+            return {}
+        of_blocks = {} if self.layout.parameters == "plain" else {"block_dtype": torch.float32}
+        return {"compute_dtype": torch.float32, **of_blocks}
 
     def step(self, number: int) -> None:
         for event in self.scenario.events(number):

@@ -167,6 +167,34 @@ def test_rank_that_ended_well_is_missed_only_by_who_waits(make) -> None:
     assert "rank 1 has ended without an error" in first.message
 
 
+def test_rank_that_ended_well_is_not_missed_by_who_has_something_else_to_do(make) -> None:
+    """Such as a checkpoint to write after the last step, whose collectives have all arrived."""
+    first, second = make(0), make(1)
+    for rank in (first, second):
+        rank.step("presence", "gather")
+    second.watch._goodbye()
+    second.watch.problem(ValueError("too late"))
+    time.sleep(0.3)
+    assert not first.errors
+
+
+def test_rank_that_ended_well_is_missed_in_a_collective_of_torch(make) -> None:
+    flying: list[str] = []
+    asked: list[float] = []
+
+    def operations(seconds: float) -> list[str]:
+        asked.append(seconds)
+        return flying if seconds == watch.SUSPICIOUS_S else []
+
+    first, second = make(0, torch_operations=operations), make(1)
+    first.step("presence")
+    second.watch._goodbye()
+    eventually(lambda: watch.SUSPICIOUS_S in asked)
+    assert not first.errors
+    flying.append("nccl:_all_gather_base")
+    assert "rank 1 has ended without an error" in first.message
+
+
 @pytest.mark.parametrize(
     ("theirs", "number"),
     [

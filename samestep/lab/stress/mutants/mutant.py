@@ -21,6 +21,7 @@ class Mutant:
     expected: the check that the story names; being caught by another one only is an accident.
     device: "cuda": it shows on the streams of NCCL alone. "xla": in an XLA program.
     delays: with which it shows; the case without the bug has them too.
+    sample_every: steps between samples, at which the host waits for the device.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Mutant:
     reduction: str = "ordered"
     device: str = "cpu"
     delays: Delays | None = None
+    sample_every: int = 1
 
 
 MUTANTS: dict[str, Mutant] = {}

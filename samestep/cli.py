@@ -11,6 +11,7 @@ import os
 import select
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
@@ -94,6 +95,8 @@ COMMANDS = {
         "samestep.tooling.completion",
     ),
 }
+# Torchrun ends all ranks as soon as one has ended: the first has to have said why by then.
+LET_SPEAK_S = 2.0
 # What samestep[cli] brings and a command may import.
 EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich")
 
@@ -146,7 +149,10 @@ def _main(arguments: Sequence[str] | None) -> int:
             raise
         return _fail(2, f'"samestep {name}" needs {error.name}: {INSTALL}')
     except BadRequestError as error:
-        return _fail(2, str(error)) if _speaks() else 2
+        if _speaks():
+            return _fail(2, str(error))
+        time.sleep(LET_SPEAK_S)
+        return 2
     except RanksFailed as error:
         return _fail(1, str(error))
     except KeyboardInterrupt:

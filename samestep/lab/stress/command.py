@@ -443,6 +443,9 @@ class Session:
         if self.mutants:
             self.console.print(mutants_table(self.mutants))
         self.console.print(closing_sentence(verdict, cases, self.mutants))
+        if verdict == "interrupted" and self.torchrun is not None:
+            why = "Torchrun ends all ranks when one has failed; its report says which was first."
+            self.console.print(f"[yellow]{why}[/]")
 
     def _asked(self) -> dict[str, Any]:
         keys = (

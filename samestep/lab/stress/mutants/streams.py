@@ -201,7 +201,10 @@ def state_taken_back_too_early(original: Any, self: CudaStreams, copies: Any) ->
     return self._copied(self._out, copies)
 
 
-@mutant("reference", RANDOM, layout="zero2_offload", replaces=(CudaStreams, "bring"), **LATE_COPIES)
+@mutant(
+    "reference", "fused_qkv_mha", layout="zero2_offload", replaces=(CudaStreams, "bring"),
+    **LATE_COPIES,
+)  # fmt: skip
 def window_overwritten(original: Any, self: CudaStreams, copies: Any, after: Any) -> Any:
     """a window is brought into a buffer whose last window is not back yet"""
     return self._copied(self._into, copies)

@@ -362,10 +362,17 @@ class Watch:
         Asked for only when another rank has ended or has a problem. What the last step launched
         stays in the list until the next one, however long ago it has arrived.
         """
-        if self._oldest() is not None:
-            return True
         of_torch = Background(lambda: self._torch_operations(SUSPICIOUS_S))
-        return of_torch.ended(DEVICE_S) and bool(of_torch.value)
+        waits = self._oldest() is not None or (of_torch.ended(DEVICE_S) and bool(of_torch.value))
+        # Asked last. While groups are destroyed nobody takes note any more of what has arrived.
+        return waits and not self._is_over() and not self._leaves()
+
+    def _leaves(self) -> bool:
+        """Whether the thread that steps is about to have no group any more."""
+        frame = sys._current_frames().get(self._thread_of_steps or 0)
+        while frame is not None and frame.f_code.co_name != "destroy_process_group":
+            frame = frame.f_back
+        return frame is not None
 
     def _gone(self, *, may_wait: bool) -> str | None:
         """A rank that has ended; one that ended well is missed only by who waits for it."""

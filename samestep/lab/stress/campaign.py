@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from samestep.lab.stress.delays import Delays, prepare_delays
+from samestep.lab.stress.delays import Delays
 from samestep.lab.stress.judge import Expected, Finding, Judge, SampleVerdict, expected_run
 from samestep.lab.stress.layouts import EVERY_LAYOUT
 from samestep.lab.stress.mutants import Mutant
@@ -251,7 +251,6 @@ class MutantRunner:
         if mutant.device == "xla":
             ranks = XlaDevices(mutant.world, HEALTHY_WATCHDOG)
         elif mutant.device == "cuda":
-            prepare_delays(mutant.device)
             ranks = ForkedRanks(mutant.world, HEALTHY_WATCHDOG, "cuda", "nccl")
         campaign = Campaign(ranks, delays=mutant.delays)
         place = mutant.scenario, mutant.layout, mutant.world

@@ -12,11 +12,12 @@ a kernel that only spins is put
 
 Draws depend on seed and rank alone, in the order in which a rank launches its collectives.
 
-A communicator runs its collectives in order: who has waited for a later one of a group has waited
-for all before it, and a wait that is missing for those does not show.
+A missing wait may still not show. A communicator runs its collectives in order: who has waited for
+a later one of a group has waited for all before it. And streams that share a queue of the device
+wait for each other: `CUDA_DEVICE_MAX_CONNECTIONS=32` gives nearly all one of their own, which
+NVIDIA's MPS refuses.
 """
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -76,15 +77,13 @@ class Delays:
             yield
 
 
-def prepare_delays(device: str) -> None:
-    """Before ranks begin; raises BadRequestError where there are no streams to delay."""
+def check_delays(device: str) -> None:
+    """Raise BadRequestError where there are no streams to delay."""
     if device != "cuda":
         raise BadRequestError(
             "--delays are for streams of GPUs, and ranks compute on "
             f"{device}: give --backend nccl, or --device cuda"
         )
-    # Streams that share a queue of the device wait for each other, whoever forgot to.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 class _Draws:

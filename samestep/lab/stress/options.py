@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 import samestep
 from samestep.comm.nccl import sharing_problem
 from samestep.groups.distribution import Reduction
-from samestep.lab.stress.delays import Delays, prepare_delays
+from samestep.lab.stress.delays import Delays, check_delays
 from samestep.lab.stress.faults import LAYOUTS as FAULT_LAYOUTS
 from samestep.lab.stress.foreign import (
     FOREIGN,
@@ -300,7 +300,7 @@ class Options:
         """The delays on the device that was chosen, if they were asked for."""
         if not self.delays:
             return None
-        prepare_delays(device)
+        check_delays(device)
         return Delays(seed=self.seed)
 
     def foreign_cases(self) -> Sequence[ForeignCase]:

@@ -178,6 +178,22 @@ def test_rank_that_ended_well_is_not_missed_by_who_has_something_else_to_do(make
     assert not first.errors
 
 
+def test_rank_that_destroys_its_groups_misses_nobody(make) -> None:
+    """Torch's record of what has arrived may stay behind then."""
+    first, second = make(0, torch_operations=lambda seconds: ["nccl:all_reduce"]), make(1)
+    first.watch._patience = None  # it would count as stuck, too
+    first.launch("gather")
+    second_left = second.watch._goodbye
+
+    def destroy_process_group() -> None:
+        second_left()
+        time.sleep(0.3)
+
+    destroy_process_group()
+    assert not first.errors
+    assert "rank 1 has ended without an error" in first.message  # where it is waited for again
+
+
 def test_rank_that_ended_well_is_missed_in_a_collective_of_torch(make) -> None:
     flying: list[str] = []
     asked: list[float] = []

@@ -173,7 +173,7 @@ test-browser: site
 	$(PY) -m pytest -m browser tests/browser
 
 # The trainers of others, in an environment of their own; prints which work, with versions, and writes
-# it into docs/integrations.md if all were there. torchtitan is a checkout: TORCHTITAN_PATH=...
+# it into docs/trainers.md if all were there. torchtitan is a checkout: TORCHTITAN_PATH=...
 INTEGRATIONS := .venv-integrations
 export TORCHTITAN_PATH
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py --tp 2 --sp --ep 2 --moe
 
 The same as `samestep train`, whose code is in samestep/train/, where each part can be copied from:
-trainer.py is the loop. docs/training.md explains the flags.
+trainer.py is the loop. docs/cli.md has the flags.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python -m tests.integrations.table [--write] [FILE ...]
 
-`--write` puts the table into docs/integrations.md, if every row was run. Given files are run alone:
+`--write` puts the table into docs/trainers.md, if every row was run. Given files are run alone:
 of the others the table has what became of them before, which out/integrations.json keeps.
 """
 
@@ -21,14 +21,11 @@ from typing import NamedTuple
 import pytest
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "integrations.md"
+PAGE = HERE.parent.parent / "docs" / "trainers.md"
 KEPT = HERE.parent.parent / "out" / "integrations.json"
 BEGIN, END = "<!-- table: make test-integrations -->", "<!-- end of the table -->"
 RESUMED = "test_a_resumed_run_is_the_run_without_a_break"
 AS_ONE = "test_two_ranks_train_what_one_trains_with_all_data"
-FACTORY = "Trainer(..., optimizer_cls_and_kwargs=samestep.hf.factory(lr=3e-4))"
-PREPARED = "accelerator.prepare(model, samestep.hf.optimizer(model, lr=3e-4))"
-CONFIGURED = "return samestep.MuonAdamW(self, lr=3e-4)"
 
 
 class Row(NamedTuple):
@@ -38,7 +35,6 @@ class Row(NamedTuple):
         a resumed run with the run without a break.
     clipped: a pattern of tests that compare clipped gradients of two ranks with those of one, or
         refuse to clip what is clipped; None: the optimizer itself clips.
-    line: what a user writes.
     compared: the tests compare parameters of all ranks.
     """
 
@@ -46,7 +42,6 @@ class Row(NamedTuple):
     packages: tuple[str, ...]
     tests: str
     clipped: str | None
-    line: str
     compared: bool = True
 
 
@@ -56,98 +51,84 @@ ROWS = (
         ("transformers", "accelerate"),
         rf"test_trainer\.py::{RESUMED}\[(one line|accumulation|bf16|no clipping|AdamW)-%\]",
         rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
-        FACTORY,
     ),
     Row(
         "Trainer with state that ranks share (zero2)",
         ("transformers", "accelerate"),
         rf"test_trainer\.py::{RESUMED}\[zero2.*-%\]",
         rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
-        'the same with `sharding="zero2"`, and `callbacks=[samestep.hf.SaveWhole()]`',
     ),
     Row(
         "Trainer with FSDP2",
         ("transformers", "accelerate"),
         r"test_trainer\.py::test_fsdp2\[.*\]",
         r"test_trainer\.py::test_fsdp2\[.*\]",
-        "the same as with DDP",
     ),
     Row(
         "trl: SFTTrainer, peft_config",
         ("trl", "peft"),
         r"test_trl_and_peft\.py::test_trl\[.*-%\]",
         rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
-        FACTORY.replace("Trainer", "SFTTrainer"),
     ),
     Row(
         "peft: LoRA, DoRA",
         ("peft", "transformers"),
         r"test_trl_and_peft\.py::test_adapters_in_the_trainer\[.*-%\]",
         rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
-        FACTORY,
     ),
     Row(
         "accelerate: DDP, accumulation, bf16",
         ("accelerate",),
         rf"test_accelerate\.py::{RESUMED}\[(one line|accumulation|bf16)-%\]",
         rf"test_accelerate\.py::{AS_ONE}\[ddp\]",
-        PREPARED,
     ),
     Row(
         "accelerate with state that ranks share (zero2)",
         ("accelerate",),
         rf"test_accelerate\.py::{RESUMED}\[zero2-%\]",
         rf"test_accelerate\.py::{AS_ONE}\[ddp\]",
-        'the same with `sharding="zero2"`, and `samestep.hf.save_whole(accelerator, opt)`',
     ),
     Row(
         "accelerate with FSDP2",
         ("accelerate",),
         rf"test_accelerate\.py::{RESUMED}\[fsdp2[^-]*-2\]",
         rf"test_accelerate\.py::{AS_ONE}\[fsdp2\]",
-        "the same as with DDP",
     ),
     Row(
         "Lightning: DDP, every sharding, accumulation, bf16-mixed with clipping",
         ("lightning",),
         rf"test_lightning\.py::{RESUMED}\[.*-%\]",
         rf"test_lightning\.py::{AS_ONE}",
-        CONFIGURED,
     ),
     Row(
         "Lightning: ModelParallelStrategy with FSDP2",
         ("lightning",),
         r"test_lightning\.py::test_a_model_that_is_sharded\[.*\]",
         r"test_lightning\.py::test_a_model_that_is_sharded\[0\.5\]",
-        CONFIGURED,
     ),
     Row(
         "DistributedDataParallel, every sharding",
         ("torch",),
         r"test_ddp\.py::test_a_run_that_goes_on_from_a_file_of_rank_0\[.*\]",
         r"test_ddp\.py::test_a_run_that_goes_on_from_a_file_of_rank_0\[.*\]",
-        "opt = samestep.MuonAdamW(ddp_model, lr=3e-4)",
     ),
     Row(
         "torchtitan: FSDP2",
         ("torchtitan",),
         rf"test_torchtitan\.py::{RESUMED}\[%\]",
         r"test_torchtitan\.py::(test_two_ranks_go_on_as_one_does|test_what_is_refused)",
-        "config.optimizer = samestep.torchtitan.optimizers(lr=3e-4)",
     ),
     Row(
         "torchtitan: pipeline with two parts on each rank",
         ("torchtitan",),
         r"test_torchtitan\.py::test_a_pipeline_with_two_parts_on_each_rank",
         r"test_torchtitan\.py::(test_a_pipeline_with_two_parts_on_each_rank|test_what_is_refused)",
-        "config.optimizer = samestep.torchtitan.optimizers(lr=3e-4)",
     ),
     Row(
         "Ray Train: two workers, one is killed",
         ("ray",),
         r"test_ray\.py::test_a_killed_worker",
         None,
-        "`opt = samestep.MuonAdamW(model, lr=3e-4)`, and `samestep.save` and `load`",
         compared=False,
     ),
 )
@@ -201,17 +182,16 @@ def _version(package: str) -> str:
 
 def table(found: dict[str, str]) -> str:
     titles = ["trainer", "tried with", "1 rank", "2 ranks", "replicas equal", "resume exact"]
-    titles += ["clipped once", "what you write"]
+    titles += ["clipped once"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in ROWS:
-        line = row.line if "`" in row.line or row.line.startswith("the same") else f"`{row.line}`"
-        lines.append(f"| {' | '.join([row.name, packages(row), *cells(row, found), line])} |")
+        lines.append(f"| {' | '.join([row.name, packages(row), *cells(row, found)])} |")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put it into docs/integrations.md")
+    parser.add_argument("--write", action="store_true", help="put it into docs/trainers.md")
     parser.add_argument("files", nargs="*", metavar="FILE", help="tests to run; all")
     asked = parser.parse_args()
     outcomes = Outcomes()

@@ -1,4 +1,4 @@
-"""What the site has beside docs/: README, changelog, receipts and the help of all commands.
+"""What the site has beside docs/: README, changelog, receipts, help of commands, the repository.
 
 In the repository pages link to files above docs/ (`../receipts/soak_2/receipt.json`), and README.md
 links into it (`docs/start.md`). The site has one folder, so both kinds of links are rewritten.
@@ -6,9 +6,11 @@ links into it (`docs/start.md`). The site has one folder, so both kinds of links
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
+from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -19,6 +21,29 @@ PAGES = {
     "contributing.md": "CONTRIBUTING.md",
 }
 COPIED = ("receipts", "benchmarks/results")
+
+
+# Code without spaces that fits the line of a phone, and is not to be broken in it.
+WORD = re.compile(r"<code>([^<>\s]{1,34})</code>")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link to the repository that this clone is of, where that has an address."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    # git@host:owner/name and https://user:secret@host/owner/name: neither user nor secret is shown.
+    found = re.fullmatch(
+        r"(?:https?://|ssh://)?(?:[^@/]*@)?([\w.-]+\.\w+)[:/](.+?)(?:\.git)?/?", told
+    )
+    if found:
+        config.repo_url = f"https://{found[1]}/{found[2]}"
+        config.repo_name = found[2]
+    return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep keywords and options whole: see site.css."""
+    return WORD.sub(r'<code class="word">\1</code>', html)
 
 
 def on_files(files: Files, *, config: Any) -> Files:

@@ -23,8 +23,9 @@ PAGES = {
 COPIED = ("receipts", "benchmarks/results")
 
 
-# Code without spaces that fits the line of a phone, and is not to be broken in it.
-WORD = re.compile(r"<code>([^<>\s]{1,34})</code>")
+# Code in a line, and words in it that fit the line of a phone and are not to be broken there.
+INLINE = re.compile(r"<code>([^<>\n]+)</code>")
+WORD = re.compile(r"(?<!\S)\S{2,34}(?!\S)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -43,7 +44,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Keep keywords and options whole: see site.css."""
-    return WORD.sub(r'<code class="word">\1</code>', html)
+    return INLINE.sub(_unbroken, html)
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -69,6 +70,11 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return re.sub(
         rf"\]\({up}\.\./([^)]*)\)", lambda found: f"]({up}{_address(found[1])})", markdown
     )
+
+
+def _unbroken(code: re.Match[str]) -> str:
+    words = WORD.sub(r'<span class="word">\g<0></span>', code[1])
+    return f"<code>{words}</code>"
 
 
 def _from_the_root(text: str) -> str:

@@ -50,7 +50,7 @@ def browser():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_fits_and_asks_nobody_else(browser, address, name):
-    for width in (390, 1280):
+    for width in (390, 1440):
         browser.look(width, 844, phone=width < 500)
         browser.open(address + name)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -66,7 +66,7 @@ def test_a_page_fits_and_asks_nobody_else(browser, address, name):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
-    "name", ["index.html", "gpu.html", "api.html", "questions.html", "start.html"]
+    "name", ["index.html", "benchmarks.html", "api.html", "status.html", "start.html"]
 )
 def test_light_and_dark_have_enough_contrast(browser, address, name, scheme):
     browser.look(1280, scheme=scheme)

@@ -11,14 +11,10 @@ It is the backend "modelled". Transfers follow each other, as they do on one str
 
 Bytes are what the busiest direction of any rank's link carries: the most of sent and received. A
 transfer is complete when its end has passed and gloo is done. Groups of some ranks have links of
-their own speed (`set_speeds`), and a rank's transfers follow each other over all its groups. Such
-groups are for the "cpu" clock: their ranks learn of each other's links when these wait.
-Two clocks can tell:
-
-    wall  the system's monotonic clock. Whoever waits sleeps: a network card works beside the CPU
-    cpu   what a rank has computed, plus what it has waited for the link by the model; nobody
-          sleeps, and other work on the machine does not count. For ranks of one thread. A barrier
-          makes the clocks of all ranks equal
+their own speed (`set_speeds`), and a rank's transfers follow each other over all its groups. Their
+ranks learn of each other's links when these wait. The clock is what a rank has computed, plus what
+it has waited for the link by the model: nobody sleeps, and other work on the machine does not
+count. For ranks of one thread. A barrier makes the clocks of all ranks equal.
 """
 
 import math
@@ -27,21 +23,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm.diagnosis.recorder import FlightRecorder, Record
-
-CAPACITY = 1 << 20  # transfers in the life of a link
+CAPACITY = 1 << 17  # transfers of a group in the life of a link
 POLL = 1e-4  # seconds
 
 LEAST = 1e-12  # seconds: not 0, which stands for what is not known yet
-
-FREE = "free"  # the name of a link that costs nothing
-
-Clock = Literal["wall", "cpu"]
 
 
 class Speed(NamedTuple):
@@ -65,26 +55,21 @@ class Transfer:
     launched: float
     lane: int = 0  # which one of the rank's groups
     members: Sequence[int] = ()
-    name: str = ""
     ready: float = math.nan  # when the last rank launched it; before that nobody can know
     start: float = math.nan
     end: float = math.nan
-    waits: tuple[tuple[float, float], ...] = ()  # when the host was held up for it
 
 
 class ModelledLink:
     """Which rank launched what when, in memory that forked ranks share, and how long that takes."""
 
-    def __init__(
-        self, ranks: int, clock: Clock = "wall", *, groups: int = 1, capacity: int = CAPACITY
-    ) -> None:
-        """groups: that a rank is in, at most; capacity: transfers of each."""
-        self._sleeps = clock == "wall"
-        self._waited = 0.0  # of the CPU's clock
+    def __init__(self, ranks: int, *, groups: int = 1) -> None:
+        """groups: that a rank is in, at most."""
+        self._waited = 0.0
         # Per rank and group: launches, when they would be over on an idle link, and when the rank's
         # link was free for them.
         self._times = [
-            [[multiprocessing.RawArray("d", capacity) for _ in range(3)] for _ in range(groups)]
+            [[multiprocessing.RawArray("d", CAPACITY) for _ in range(3)] for _ in range(groups)]
             for _ in range(ranks)
         ]
         self._rank = -1
@@ -111,7 +96,7 @@ class ModelledLink:
         return len(self._counts) - 1, members
 
     def now(self) -> float:
-        return time.monotonic() if self._sleeps else time.thread_time() + self._waited
+        return time.thread_time() + self._waited
 
     def install(self) -> None:
         """Put the link under the default group, on all ranks; handles from before are void."""
@@ -139,30 +124,19 @@ class ModelledLink:
         self.transfers.append(transfer)
         return transfer
 
-    def take_names(self, recorder: FlightRecorder) -> None:
-        """Transfers are called from now on what the recorder calls them."""
-
-        def name(record: Record) -> None:
-            self.transfers[-1].name = record.name
-
-        recorder.on_launch.append(name)
-
     def is_over(self, transfer: Transfer) -> bool:
         return self._is_known(transfer) and self.now() >= transfer.end
 
-    def pass_time(self, transfer: Transfer, limit: float) -> None:
-        """Come nearer to the end of a transfer, by at most `limit` seconds."""
+    def pass_time(self, transfer: Transfer) -> None:
+        """Come nearer to the end of a transfer."""
         if not self._is_known(transfer):
             time.sleep(POLL)
-        elif self._sleeps:
-            time.sleep(min(max(transfer.end - self.now(), 0.0), limit))
         else:
             self._waited += max(transfer.end - self.now(), 0.0)
 
     def forget_polling(self, since: float, transfer: Transfer) -> None:
         """What a rank computes while it waits, since then, is this model's own work."""
-        if not self._sleeps:
-            self._waited = max(since, transfer.end) - time.thread_time()
+        self._waited = max(since, transfer.end) - time.thread_time()
 
     def _is_known(self, transfer: Transfer) -> bool:
         while self._unknown and math.isnan(transfer.end):
@@ -199,15 +173,12 @@ class ModelledWork(dist.Work):
         """Sleep until it is complete; raises if that takes longer than a timeout above 0."""
         transfer, limit = self._transfer, timeout.total_seconds() or math.inf
         begun, deadline = self._link.now(), time.monotonic() + limit
-        try:
-            self._real.wait(timeout)
-            while not self._link.is_over(transfer):
-                if time.monotonic() >= deadline:
-                    raise RuntimeError(f"{transfer.kind} is not over after {limit} s")
-                self._link.pass_time(transfer, limit)
-            self._link.forget_polling(begun, transfer)
-        finally:
-            transfer.waits += ((begun, self._link.now()),)
+        self._real.wait(timeout)
+        while not self._link.is_over(transfer):
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"{transfer.kind} is not over after {limit} s")
+            self._link.pass_time(transfer)
+        self._link.forget_polling(begun, transfer)
         return True
 
 

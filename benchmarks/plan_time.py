@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import samestep
 from benchmarks import heading, run_script, slowest, write_json
-from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
+from benchmarks.modelled_link import ModelledLink, Speed, Speeds
 from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
 from samestep.lab.estimate.calibration import Measured, hardware, measure
@@ -67,7 +67,8 @@ class Options:
     ranks: tuple[int, ...] = (2, 4)
     rounds: int = 7
     clock: Annotated[
-        Clock, '"cpu": computing time plus waits of a modelled link, for a machine with other work'
+        Literal["wall", "cpu"],
+        '"cpu": computing time plus waits of a modelled link, for a machine with other work',
     ] = "wall"
     hosts: Annotated[int, "modelled ones, of neighbouring ranks"] = 1
     out: Path = Path("out/bench")
@@ -186,7 +187,7 @@ def main(options: Options) -> None:
     for ranks in options.ranks:
         link = None
         if options.clock == "cpu":
-            link = ModelledLink(ranks, "cpu", groups=1 if hosts == 1 else 3, capacity=1 << 17)
+            link = ModelledLink(ranks, groups=1 if hosts == 1 else 3)
         found: list[Found] = run_forked(
             ranks, on_rank, options.rounds, link, hosts, timeout=float("inf"),
             collective_timeout=300.0,

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import gpu_training, heading, run_script, write_json
+from benchmarks import gpt_config, heading, run_script, write_json
 from samestep.lab.bench.client.llama import set_rate
 from samestep.lab.bench.client.report import spread
-from samestep.lab.bench.client.training import LAST, Batches
+from samestep.lab.bench.client.training import LAST, Batches, ClientOptions
 from samestep.lab.bench.gpu.measure import in_rounds, take_turn, times_of
 from samestep.lab.bench.gpu.options import device_of
 from samestep.lab.bench.step_contestants import with_gradients
-from samestep.models.gpt import GPT
+from samestep.models.gpt import GPT, GPTConfig
 from samestep.models.parameter_sets import SETS, count, gpt
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import Flag
@@ -46,7 +46,45 @@ FORMATS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Options(gpu_training.TrainingOptions):
+class TrainingOptions:
+    """What every training of the GPT can be asked."""
+
+    width: int = 1024
+    layers: int = 12
+    steps: int = 200
+    sequences: int = 16
+    context: int = 512
+    lr: float = 2e-3
+    seeds: tuple[int, ...] = (0, 1, 2)
+    out: Path = Path("out/gpu-training")
+    device: Annotated[Literal["cuda", "cpu"], "cpu: to try it"] = "cuda"
+
+
+def config_of(options: TrainingOptions) -> GPTConfig:
+    return gpt_config(options.width, options.layers, context=options.context)
+
+
+def optimizer_for(options: TrainingOptions, **more: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0, **more)
+
+
+def asked_of(options: TrainingOptions) -> ClientOptions:
+    """The same as of a client."""
+    return ClientOptions(
+        steps=options.steps, batch=options.sequences, sequence=options.context, compile=False,
+        every=options.steps, warmup=options.steps // 2,
+    )  # fmt: skip
+
+
+def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    kind = inputs.device.type
+    with torch.autocast(kind, dtype=torch.bfloat16, enabled=kind != "cpu"):  # slow there
+        loss: Tensor = model.loss(inputs, targets)
+    return loss
+
+
+@dataclass(frozen=True)
+class Options(TrainingOptions):
     """A training's, and which of the three is asked for."""
 
     mode: Annotated[Literal["step", "train", "error"], Flag(positional=True)] = "step"
@@ -182,15 +220,15 @@ class Trained(NamedTuple):
 def trained(options: Options, form: str, seed: int, corpus: Corpus) -> Trained:
     """Nobody waits for the device but now and then: times are not asked for here."""
     device = device_of(options.device)
-    batches = Batches(corpus, gpu_training.asked_of(options), device, seed)
+    batches = Batches(corpus, asked_of(options), device, seed)
     torch.manual_seed(seed)
-    model = GPT(gpu_training.config_of(options)).to(device)
+    model = GPT(config_of(options)).to(device)
     asked = state_dtypes(form) or None
-    optimizer = gpu_training.optimizer_for(options, state_dtypes=asked)(model)
+    optimizer = optimizer_for(options, state_dtypes=asked)(model)
     losses: list[Tensor] = []
     for number in range(options.steps):
         set_rate(optimizer, number, options.steps)
-        losses.append(gpu_training.loss_of(model, *batches.training(number)))
+        losses.append(loss_of(model, *batches.training(number)))
         torch.autograd.backward(losses[-1])
         optimizer.step()
         optimizer.zero_grad()
@@ -199,7 +237,7 @@ def trained(options: Options, form: str, seed: int, corpus: Corpus) -> Trained:
             print(f"seed {seed}, {form}: step {number + 1}, loss {losses[-1].item():.4f}")
     found = torch.stack(losses).tolist()
     with torch.no_grad():
-        held_out = [gpu_training.loss_of(model, *each).item() for each in batches.validation()]
+        held_out = [loss_of(model, *each).item() for each in batches.validation()]
     final = statistics.mean(found[-LAST:])
     return Trained(form, seed, final, statistics.mean(held_out), [round(x, 5) for x in found])
 
@@ -207,7 +245,7 @@ def trained(options: Options, form: str, seed: int, corpus: Corpus) -> Trained:
 def run_train(options: Options) -> None:
     corpus, found = load_corpus(), []
     with torch.device("meta"):
-        model = GPT(gpu_training.config_of(options))
+        model = GPT(config_of(options))
     content = {
         **heading("small_state", options, device=device_of(options.device)),
         "parameters": sum(param.numel() for param in model.parameters()),
@@ -241,7 +279,7 @@ class Updates:
     def __init__(self, options: Options, form: str, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)
         asked = state_dtypes(form) or None
-        self.optimizer = gpu_training.optimizer_for(options, state_dtypes=asked)(self.model)
+        self.optimizer = optimizer_for(options, state_dtypes=asked)(self.model)
 
     @torch.no_grad()
     def of_step(self, weights: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -261,15 +299,15 @@ class Updates:
 
 def run_error(options: Options) -> None:
     (seed, *_), device, corpus = options.seeds, device_of(options.device), load_corpus()
-    batches = Batches(corpus, gpu_training.asked_of(options), device, seed)
+    batches = Batches(corpus, asked_of(options), device, seed)
     torch.manual_seed(seed)
-    model = GPT(gpu_training.config_of(options)).to(device)
+    model = GPT(config_of(options)).to(device)
     exact = Updates(options, "32 bits", model)
     others = {form: Updates(options, form, model) for form in options.formats if form != "32 bits"}
     errors: dict[tuple[str, str], list[float]] = {}
     losses = []
     for number in range(options.steps):
-        loss = gpu_training.loss_of(exact.model, *batches.training(number))
+        loss = loss_of(exact.model, *batches.training(number))
         exact.optimizer.zero_grad()
         torch.autograd.backward(loss)
         losses.append(round(loss.item(), 5))

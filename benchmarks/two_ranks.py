@@ -1,14 +1,13 @@
-"""Whole training iterations on two gloo ranks: samestep against DistributedDataParallel.
+"""Whole training iterations of AdamW on two gloo ranks: samestep beside ZeroRedundancyOptimizer.
 
-Two contests on one GPT, each interleaved: MuonAdamW against a Muon that every rank runs in full,
-and AdamW against ZeroRedundancyOptimizer. Before anything is timed, all contestants of a contest
-take three steps on the same data and must end with the same parameters.
+Contestants take turns on one GPT. Before anything is timed, all of them take three steps on the
+same data and must end with the same parameters.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -30,56 +29,8 @@ from samestep.launch.forked import run_forked
 from samestep.models.gpt import mean_loss
 from samestep.tooling.output import check_folder
 
-# What users write today: one Newton-Schulz per matrix in fp32, beside torch's foreach AdamW
-
-
-class UnbatchedMuon(torch.optim.Optimizer):
-    """torch.optim.Muon's algorithm without its bfloat16 cast, one matrix at a time.
-
-    torch's own class computes in bfloat16, which this kind of CPU emulates: a comparison
-    with it would measure the emulation.
-    """
-
-    def __init__(self, params: Sequence[Tensor], lr: float = 1e-3, weight_decay: float = 0.1):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            lr, mu = group["lr"], group["momentum"]
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state["momentum"] = torch.zeros_like(param)
-                momentum = state["momentum"].lerp_(param.grad, 1 - mu)
-                X = param.grad.lerp(momentum, mu)
-                tall = X.shape[0] > X.shape[1]
-                X = X.T if tall else X
-                X = X / X.norm().clamp(min=1e-7)
-                for _ in range(5):
-                    A = X @ X.T
-                    B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
-                    X = torch.addmm(X, B, X, beta=3.4445)
-                X = X.T if tall else X
-                param.mul_(1 - lr * group["weight_decay"])
-                param.add_(X, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
-
-
-class Twin:
-    """UnbatchedMuon for the matrices and torch.optim.AdamW(foreach=True) for the rest."""
-
-    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        self.muon = UnbatchedMuon(matrices)
-        self.adamw = torch.optim.AdamW(others, foreach=True)
-
-    def step(self) -> None:
-        self.muon.step()
-        self.adamw.step()
-
-
 # Training loops, each with its own copy of one GPT. Those of samestep work on the plain model. The
-# others are what users write today: a DistributedDataParallel model, and an optimizer that runs in
-# full on every rank or is sharded by ZeroRedundancyOptimizer.
+# others are what users write today: a DistributedDataParallel model and ZeroRedundancyOptimizer.
 
 
 class Moments(NamedTuple):
@@ -109,32 +60,10 @@ class Training(NamedTuple):
         return Moments(end - start, end - forward, time.process_time() - cpu)
 
 
-def samestep_muon(model: GPT, **options: Any) -> Training:
-    """samestep's Muon and AdamW, with the twin's numbers."""
-    plain = deepcopy(model)
-    optimizer = samestep.MuonAdamW(
-        plain, lr=1e-3, orthogonalize="newton-schulz", adjust_lr="match_rms_adamw",
-        betas=(0.9, 0.999), sharding="zero2", **options,
-    )  # fmt: skip
-    for group in optimizer.param_groups:  # the twin's two optimizers differ in this
-        group["weight_decay"] = 0.1 if group["rule"] == "muon" else 0.01
-    return Training(plain, plain, optimizer.step, optimizer.zero_grad)
-
-
 def samestep_adamw(model: GPT, **options: Any) -> Training:
     plain = deepcopy(model)
     optimizer = samestep.AdamW(plain, **{"sharding": "zero2", **options})
     return Training(plain, plain, optimizer.step, optimizer.zero_grad)
-
-
-def ddp_twin(model: GPT) -> Training:
-    """Every rank orthogonalizes every matrix; gradients are kept, and set to zero."""
-    plain, wrapped = _wrapped(model)
-    matrices = [param for param in plain.blocks.parameters() if param.ndim == 2]
-    known = set(matrices)
-    others = [param for param in plain.parameters() if param not in known]
-    step = Twin(matrices, others).step
-    return Training(plain, wrapped, step, lambda: wrapped.zero_grad(set_to_none=False))
 
 
 def ddp_zero_adamw(model: GPT, *, views: bool = True, **options: Any) -> Training:
@@ -158,11 +87,11 @@ def _wrapped(model: GPT, grad_view: bool = True) -> tuple[GPT, DistributedDataPa
     return plain, DistributedDataParallel(plain, gradient_as_bucket_view=grad_view)
 
 
-# The contests
+# The contest
 
 RANKS = 2
 CHECKED_STEPS = 3
-MUON_BAR, ADAMW_BAR = 1.6, 1.0
+BAR = 1.0  # how many times faster than the fastest peer the first of ours shall be
 FLOOR = "forward and backward"  # the name of that contestant
 
 Builders = Mapping[str, Callable[[GPT], Training]]
@@ -178,10 +107,7 @@ class Options:
     vocabulary: int = 4096
     sequences: int = 2
     tokens: int = 32
-    muon_rounds: Annotated[
-        int, "interleaved repetitions of the contest with Muon; medians are compared"
-    ] = 5
-    adamw_rounds: Annotated[int, "the same without Muon, which is faster and so noisier"] = 15
+    rounds: Annotated[int, "turns of every contestant; medians are compared"] = 15
     out: Path = Path("out/bench")
 
 
@@ -196,19 +122,9 @@ class Contest(NamedTuple):
     ours: Builders  # the first one is held to the bar
 
 
-def contests(options: Options) -> list[Contest]:
-    """Both contests; torch's optimizers get every setting that may make them faster."""
-
-    def ways(build: Callable[..., Training]) -> Builders:
-        return {
-            f"samestep {reduction}{', overlap' * overlap}": partial(
-                build, reduction=reduction, overlap_grad_reduce=overlap
-            )
-            for reduction in ("fast", "ordered")
-            for overlap in (False, True)
-        }
-
-    adamw_peers = {
+def contest(options: Options) -> Contest:
+    """torch's optimizer gets every setting that may make it faster."""
+    peers = {
         "ZeRO as it comes": partial(ddp_zero_adamw, views=False),
         "ZeRO foreach, views": partial(ddp_zero_adamw, foreach=True),
         "ZeRO fused, views": partial(ddp_zero_adamw, fused=True),
@@ -226,12 +142,14 @@ def contests(options: Options) -> list[Contest]:
         for overlap in (True, False)
         for sharding in ("zero1", "zero2")
     }
-    muon, adamw = ways(samestep_muon), {**flat, **ways(samestep_adamw)}
-    twin = {"DDP and twin": ddp_twin}
-    return [
-        Contest("Muon and AdamW", options.muon_rounds, 3e-4, MUON_BAR, twin, muon),
-        Contest("AdamW", options.adamw_rounds, 2e-5, ADAMW_BAR, adamw_peers, adamw),
-    ]
+    ways: Builders = {
+        f"samestep {reduction}{', overlap' * overlap}": partial(
+            samestep_adamw, reduction=reduction, overlap_grad_reduce=overlap
+        )
+        for reduction in ("fast", "ordered")
+        for overlap in (False, True)
+    }
+    return Contest("AdamW", options.rounds, 2e-5, BAR, peers, {**flat, **ways})
 
 
 def require_same_work(contest: Contest, field: dict[str, Training], start: GPT) -> float:
@@ -372,7 +290,7 @@ def bar_line(result: Summary, contest: Contest) -> str:
 
 
 def on_rank(rank: int, options: Options) -> list[Summary]:
-    return [run_contest(contest, options, rank) for contest in contests(options)]
+    return [run_contest(contest(options), options, rank)]
 
 
 def main(options: Options) -> None:
@@ -381,13 +299,13 @@ def main(options: Options) -> None:
     load = os.getloadavg()[0]
     ranks = run_forked(RANKS, on_rank, options, timeout=float("inf"), collective_timeout=300.0)
     results: list[Summary] = ranks[0]
-    for result, contest in zip(results, contests(options), strict=True):
+    for result in results:
         millions, contestants = result["parameters"] / 1e6, result["contestants"]
         about = f"width {options.width}, {millions:.1f} M parameters, {RANKS} gloo ranks"
         floor = contestants[FLOOR]["median_ms"]["iteration"]
         rows = [cells(name, found, floor) for name, found in contestants.items()]
         screen.table(f"{result['contest']}: {about}", COLUMNS, rows)
-        screen.say(bar_line(result, contest))
+        screen.say(bar_line(result, contest(options)))
     ran = {"ranks": RANKS, "threads_per_rank": 1, "contests": results}
     receipt = {**heading("two_ranks", options, load), **ran}
     screen.say(

@@ -7,7 +7,7 @@ there with what is made of the files. `TABLES` has them by name.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import compress
 from pathlib import Path
@@ -150,34 +150,9 @@ def support(up: str) -> str:
 
 # --- speed ---------------------------------------------------------------------------------------
 
-SETS = {"gpt-1280": "GPT, 20 x 1280", "gpt-2048": "GPT, 24 x 2048"}
-
-
-def _peers(contestants: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    for each in contestants:
-        if each["field"] == "muon" and not each["ours"] and not each["failed"]:
-            yield each["name"], each["ms"]["median"]
-
-
-def steps(up: str) -> str:
-    """Milliseconds of a step, and of those of all peers, by receipt of `samestep bench step`."""
-    rows = []
-    for name in STEP_RECEIPTS:
-        link = f"[receipt]({up}benchmarks/results/{name}.json)"
-        for each in result(name)["sets"]:
-            own = {c["name"]: c["ms"]["median"] for c in each["contestants"] if c["ours"]}
-            peers = sorted(_peers(each["contestants"]), key=lambda peer: peer[1])
-            ours = min(own["ours"], own.get("ours-graph", own["ours"]))
-            others = ", ".join(f"{peer} {ms:.1f}" for peer, ms in peers)
-            lead = f"{peers[0][1] / ours:.2f}"
-            rows.append([SETS.get(each["set"], each["set"]), f"{ours:.1f}", others, lead, link])
-    return table(["parameters", "ours, ms", "peers, ms", "best peer / ours", ""], rows)
-
-
-STEP_RECEIPTS = ("step_lanes_dion", "step_all_peers")
-
-# Of README: receipts of `samestep bench step` with all peers, and of a whole training.
+# The receipt of `samestep bench step` with all peers, its sets, and that of a whole training.
 ALL_PEERS, TRAINING = "step_all_peers", "client_llama"
+SETS = ("gpt-1280", "gpt-2048")
 # Contestants of one optimizer, in the order of the table, by the beginning of their names.
 OPTIMIZERS = ("ours", "dion", "speedrun", "nanochat", "torch")
 OTHER_MATH = ("float16", "variance", "remainder", "adamw", "plain", "eager")
@@ -409,7 +384,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         support,
-        steps,
         peers,
         beside_adamw,
         trainings,

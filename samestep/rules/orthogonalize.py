@@ -74,7 +74,7 @@ POLYNOMIALS: dict[str, Polynomial] = {
     ),
     # The same for 4 and 3 steps, with the same safety factor and cushion, on the intervals that
     # they bring as near 1 as those five bring theirs: [4.1e-3, 1] and [1.7e-2, 1]. Made by
-    # `python -m benchmarks.quintics`.
+    # `tests/rules/quintics.py`.
     "polar-express-4": Polynomial(
         (
             (8.052883582775221, -22.197527146338555, 15.676948541745741),

@@ -16,13 +16,11 @@ from benchmarks import (
     fewer_steps_training,
     fine_tuning,
     foreign,
-    gpu_training,
     offload,
     plan_time,
     qk_clip,
     rivals,
     small_state,
-    small_state_codes,
     survival,
     two_hosts,
     two_ranks,
@@ -39,7 +37,6 @@ SCRIPTS = sorted(
 )
 RUN_ELSEWHERE = {
     "fused_qkv": "tests.bench.test_fused_qkv",
-    "quintics": "tests.rules.test_quintics",
     "two_hosts": "tests.mesh.test_two_hosts",
     "two_levels": "tests.bench.test_two_levels",
 }
@@ -119,15 +116,6 @@ def test_foreign(tmp_path):
         foreign.main(foreign.Options(peers=tmp_path, receipt=tmp_path / "a"))
 
 
-def test_gpu_training(tmp_path, capsys, monkeypatch):
-    text = torch.arange(2000).remainder(7).to(torch.uint8)
-    monkeypatch.setattr(gpu_training, "load_corpus", lambda: Corpus(text, text, (), ()))
-    small = {"device": "cpu", "width": 16, "layers": 1, "sequences": 1, "context": 8}
-    gpu_training.main(gpu_training.TrainingOptions(**small, steps=3, seeds=(0,), out=tmp_path))
-    content = written(tmp_path, "training_gpu.json")
-    assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
-
-
 def test_offload(tmp_path, capsys):
     offload.main(offload.Options(rule="adamw", rounds=1, device="cpu", out=tmp_path))
     there, on_host, narrow = written(tmp_path, "offload.json")["found"]
@@ -188,14 +176,6 @@ def test_qk_clip(tmp_path, capsys):
     assert "largest logits" in capsys.readouterr().out
 
 
-def test_small_state_codes(capsys, monkeypatch):
-    text = torch.arange(2000).remainder(7).to(torch.uint8)
-    monkeypatch.setattr(small_state_codes, "load_corpus", lambda: Corpus(text, text, (), ()))
-    small_state_codes.main(small_state_codes.Options(steps=2, layers=1, context=8, rows=1))
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert len(lines) == len(small_state_codes.codes())
-
-
 def test_plan_time(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan_time, "MODELS", {"small": plan_time.MODELS["small"]})
     monkeypatch.setattr(plan_time, "SIDES", (32, 64))
@@ -229,8 +209,7 @@ def test_a_rank_of_two_hosts():
 def test_two_ranks(tmp_path, capsys):
     two_ranks.main(
         two_ranks.Options(
-            width=64, layers=1, vocabulary=16, sequences=1, tokens=8, muon_rounds=1,
-            adamw_rounds=1, out=tmp_path,
+            width=64, layers=1, vocabulary=16, sequences=1, tokens=8, rounds=1, out=tmp_path,
         )
     )  # fmt: skip
     assert written(tmp_path, "two_ranks.json")

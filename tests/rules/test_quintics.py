@@ -1,4 +1,4 @@
-"""The tables of Polar Express are what `benchmarks.quintics` finds, and that is best."""
+"""The tables of Polar Express are what `tests/rules/quintics.py` finds, and that is best."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quintics import as_good_as_five, best_quintic, composition, main, value
 from samestep.rules.orthogonalize import POLYNOMIALS
+from tests.rules.quintics import as_good_as_five, best_quintic, composition, value
 
 # method -> (steps, where the interval starts)
 MADE = {
@@ -63,11 +63,3 @@ def test_safety_lets_values_that_rounding_has_lifted_stay():
         lifted = max(value(triple, s) for s in np.linspace(0, lifted, 20_001)) * 1.005
         assert math.isfinite(lifted)
     assert value(table[-1], lifted) < 1 + error + 0.15
-
-
-def test_the_command_prints_the_tables(capsys):
-    main()
-    shown = capsys.readouterr().out
-    assert "5 steps, from 0.001, slope 989.5:" in shown
-    assert "4 steps, from 0.004095, slope 241.6:" in shown
-    assert "3 steps, from 0.016764, slope 59.02:" in shown

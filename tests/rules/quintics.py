@@ -1,10 +1,8 @@
 """Odd quintics that bring singular values to 1 in few steps, best in the largest error.
 
-    python -m benchmarks.quintics
-
-prints the tables of `samestep.rules.orthogonalize` that are made here. The best composition of
-quintics on [least, 1] is that of the best quintic for each interval in turn (Amsel et al. 2025,
-arXiv 2505.16932): each is found by Remez exchange, and the interval it gives is the next one's.
+Tables of `samestep.rules.orthogonalize` for fewer steps than five are made here. The best
+composition of quintics on [least, 1] is that of the best quintic for each interval in turn (Amsel
+et al. 2025, arXiv 2505.16932): each is found by Remez exchange, and the interval it gives is the next one's.
 
 Two changes are made for rounding, as in that paper. A quintic whose interval would start below
 `CUSHION` of its end is the best from there on, brought to a mean of 1 again: a steeper one would
@@ -15,8 +13,6 @@ that a value which rounding has lifted a little over the interval's end does not
 import math
 
 import numpy as np
-
-from benchmarks import NoOptions, run_script
 
 Triple = tuple[float, float, float]
 
@@ -83,15 +79,3 @@ def as_good_as_five(steps: int) -> tuple[list[Triple], float]:
         low, high = (middle, high) if error > wanted else (low, middle)
     least = math.exp(high)
     return composition(least, steps)[0], least
-
-
-def main(options: NoOptions | None = None) -> None:
-    for steps in (5, 4, 3):
-        table, least = as_good_as_five(steps)
-        print(f"{steps} steps, from {least:.5g}, slope {math.prod(a for a, _, _ in table):.4g}:")
-        for triple in table:
-            print("    " + repr(triple))
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -2,7 +2,8 @@
 
 Tables of `samestep.rules.orthogonalize` for fewer steps than five are made here. The best
 composition of quintics on [least, 1] is that of the best quintic for each interval in turn (Amsel
-et al. 2025, arXiv 2505.16932): each is found by Remez exchange, and the interval it gives is the next one's.
+et al. 2025, arXiv 2505.16932): each is found by Remez exchange, and the interval it gives is the
+next one's.
 
 Two changes are made for rounding, as in that paper. A quintic whose interval would start below
 `CUSHION` of its end is the best from there on, brought to a mean of 1 again: a steeper one would

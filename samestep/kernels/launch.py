@@ -91,7 +91,7 @@ class _Compilers(ThreadPoolExecutor):
         return super().__exit__(*error)
 
     def _tell(self) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if self._asked and os.environ.get("LOCAL_RANK", "0") == "0":
             _log.warning(
                 "compiling kernels for the first step: %d of %d so far are ready; Triton keeps "
                 "them for the next time",

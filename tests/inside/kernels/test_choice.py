@@ -137,3 +137,19 @@ def test_starts_are_plain_torchs(monkeypatch, start):
     math = GroupMath(rule, {}, read, None, False, None, None)
     assert update.can_run(math, cpu)
     assert not update.can_run(math._replace(options={**read, "ns_start": start}), cpu)
+
+
+@pytest.mark.parametrize(("name", "measured"), [("NVIDIA H200", []), ("NVIDIA B200", [2048])])
+@pytest.mark.usefixtures("_unsettled")
+def test_nothing_is_measured_where_the_rule_is_known_to_be_right(monkeypatch, name, measured):
+    asked = []
+
+    def milliseconds(shape, device):
+        asked.append(shape[0])
+        return {"large": 1.0, "small": 5.0, "torch": 0.1}
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    measure.settle([(768, 768), (2048, 2048)], torch.device("cuda"), None, milliseconds)
+    assert asked == [768, *measured]
+    assert choice.settled[768, 768] == "torch"
+    assert choice.settled[2048, 2048] == ("torch" if measured else "small")

@@ -8,8 +8,9 @@ from torch import nn
 
 import samestep
 from tests.ranks import run_cases, run_forked, run_threaded
+from tests.soak import SOAK
 
-STEPS = 3
+STEPS = 3 if SOAK else 2
 CASES = [
     {"sharding": "none"},
     {"sharding": "none", "grads": "reduced"},

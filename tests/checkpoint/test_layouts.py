@@ -30,7 +30,7 @@ from tests.test_sharded import loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
 
-BEFORE, AFTER = (3, 20) if SOAK else (2, 1)  # steps
+BEFORE, AFTER = (3, 20) if SOAK else (1, 1)  # steps
 RESUMED = 100 if SOAK else 6
 OTHER = {"lr": 0.3, "betas": (0.5, 0.6), "momentum": 0.2, "weight_decay": 0.0}  # of who loads
 WORLDS = (1, 2, 3, 4, 6, 8)

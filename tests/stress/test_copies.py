@@ -45,7 +45,7 @@ def test_every_layout_is_tried():
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, "expert_stacks"] if SOAK else TELLING)
 def test_every_layout_is_exact_on_four_ranks(scenario):
-    steps = FEWER.get(scenario, 22 if SOAK else 4)
+    steps = FEWER.get(scenario, 22 if SOAK else 2)
     layouts = COPIES if SOAK else TELLING[scenario]
     first, *results = run(scenario, ["one_process", *layouts], 4, steps)
     ran = [result for result in results if result.status != "does_not_apply"]
@@ -58,7 +58,7 @@ def test_every_layout_is_exact_on_four_ranks(scenario):
 @pytest.mark.parametrize("world", [2, *([3, 6, 8] if SOAK else [])])
 def test_every_layout_is_exact_on_other_numbers_of_ranks(world):
     layouts = COPIES if SOAK else ["tp_dp_zero2_overlap", "ep_dp_flat_gather_overlap"]
-    for result in run("expert_stacks", ["one_process", *layouts], world, 8 if SOAK else 4):
+    for result in run("expert_stacks", ["one_process", *layouts], world, 8 if SOAK else 2):
         if result.status != "does_not_apply":
             assert (result.status, result.findings) == ("exact", []), result.case
 

@@ -18,10 +18,11 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from threading import Thread
 
 import pytest
 
@@ -51,14 +52,18 @@ class Lanes:
         every = range(len(self._items))
         self._lanes = [Lane(deque(every[start : start + size])) for start in starts]
         # The child of a thread that has used OpenMP can hang in a matrix product; lanes end with
-        # the thread that has forked them.
-        self._forker = ThreadPoolExecutor(1)
+        # the thread that has forked them. No executor: its threads join each other when a process
+        # ends, and in a lane this one is the main thread.
+        self._forks: SimpleQueue[tuple[Connection, Connection] | None] = SimpleQueue()
+        self._forked: SimpleQueue[int] = SimpleQueue()
+        self._forker = Thread(target=self._fork_all)
 
     def run(self) -> None:
         """Run everything; lanes are gone afterwards."""
         running = {}
         # Made here, once: who makes it takes away what was there.
         self._folder = self._session.config._tmp_path_factory.getbasetemp()
+        self._forker.start()
         try:
             for lane in self._lanes:
                 self._start(lane)
@@ -82,7 +87,8 @@ class Lanes:
                 with suppress(ProcessLookupError):
                     os.killpg(lane.pid, signal.SIGKILL)
                 self._reap(lane)
-            self._forker.shutdown()
+            self._forks.put(None)
+            self._forker.join()
 
     def _ends(self) -> bool:
         return bool(self._session.shouldfail or self._session.shouldstop)
@@ -107,7 +113,8 @@ class Lanes:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         lane.pipe, theirs = Pipe()
-        lane.pid = self._forker.submit(self._fork, lane.pipe, theirs).result()
+        self._forks.put((lane.pipe, theirs))
+        lane.pid = self._forked.get()
         theirs.close()
         for _ in range(2 - len(lane.settled)):
             self._take(lane)
@@ -139,6 +146,10 @@ class Lanes:
         self._session.ihook.pytest_runtest_logreport(report=report)
 
     # --- in a lane -------------------------------------------------------------------------------
+
+    def _fork_all(self) -> None:
+        while pipes := self._forks.get():
+            self._forked.put(self._fork(*pipes))
 
     def _fork(self, ours: Connection, theirs: Connection) -> int:
         parent = os.getpid()

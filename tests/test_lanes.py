@@ -26,7 +26,13 @@ def pytest_runtestloop(session):
 
 FILES = {
     "test_first.py": """
-import os, signal, pytest
+import multiprocessing, os, signal, sys, pytest
+
+def test_a_process_ends_with_its_status():
+    child = multiprocessing.get_context("fork").Process(target=sys.exit, args=(7,))
+    child.start()
+    child.join()
+    assert child.exitcode == 7
 
 @pytest.fixture(scope="module")
 def shared():
@@ -95,10 +101,10 @@ def test_every_test_is_run_once_and_told(tmp_path, capfd):
     status, found, report = run(tmp_path, FILES)
     told = capfd.readouterr().out
     assert status == pytest.ExitCode.TESTS_FAILED
-    assert Counter(found.values()) == {"passed": 13, "failed": 2, "skipped": 1}
+    assert Counter(found.values()) == {"passed": 14, "failed": 2, "skipped": 1}
     failed = [name.rpartition("::")[2] for name, outcome in found.items() if outcome == "failed"]
     assert sorted(failed) == ["test_dies", "test_shares[3]"]
-    assert len(list(report.iter("testcase"))) == len(found) == 16
+    assert len(list(report.iter("testcase"))) == len(found) == 17
     assert "said by 3" in told
     assert "said by 4" not in told
     assert "the process that ran it died" in told

@@ -38,10 +38,9 @@ OTHERS = {
 HEAD = """\
 # Options
 
-For anyone who looks up what a keyword or a group key does, and its default. `MuonAdamW` takes the
-keywords of all tables; `samestep.Muon` those of a step, of ranks and of rule `muon`;
-`samestep.AdamW` those of a step, of ranks and of rule `adamw`, and `no_decay`. Keys of rules may
-also be set in a group (`groups=`, `overrides=`, `opt.param_groups`):
+For anyone who looks up what a keyword or a group key does, and its default. `MuonAdamW` takes all
+tables; `samestep.Muon` those of a step, of ranks and of rule `muon`; `samestep.AdamW` those of a
+step, of ranks and of rule `adamw`, and `no_decay`. Keys of rules also go into groups:
 
 ```python
 import torch
@@ -54,12 +53,12 @@ opt = samestep.MuonAdamW(model, lr=3e-4, max_grad_norm=1.0, overrides=own)
 print(opt.table())  # what every parameter has
 ```
 
-An unknown keyword, or a value that does not fit, raises and shows both. This page is generated
-from the code by `python -m tests.options_page`. An option without a version is there since {first}.
+What is unknown or does not fit raises. This page is generated from the code (`make pages`). All
+options are there since {first}, where no version is given.
 """
 ADAMW = """\
-The keyword `cautious` of `MuonAdamW` is Muon's; for AdamW set it in a group. Its keyword `eps` is
-AdamW's; for Muon set it in a group.
+`lr`, `maximize` and `state_dtypes` are as Muon's. The keyword `cautious` of `MuonAdamW` is Muon's,
+and `eps` is AdamW's: for the other rule set them in a group.
 """
 ADAMUON = """\
 Muon's keys without `equilibrate`, `variance_axis` and `variance_eps_form`. What differs:
@@ -102,8 +101,9 @@ def table(
         late = "" if version == FIRST else f" Since {version}."
         rows.setdefault((*map(shown, values), texts[name] + late), []).append(f"`{name}`")
     head = ("option", *columns, "meaning")
-    lines = [head, ("---",) * len(head), *((", ".join(rows[row]), *row) for row in rows)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    lines = [head, *((", ".join(rows[row]), *row) for row in rows)]
+    told = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([told[0], "|" + "---|" * len(head), *told[1:], ""])
 
 
 def page() -> str:
@@ -124,7 +124,11 @@ def page() -> str:
     }
     built = samestep.MuonAdamW(nn.Sequential(nn.Embedding(4, 4))).param_groups[0]
     of_muon = {name: (value,) for name, value in muon.defaults.items()} | {"maximize": (False,)}
-    of_adamw = {name: (value, built[name]) for name, value in adamw.defaults.items()}
+    of_adamw = {
+        name: (value, built[name])
+        for name, value in adamw.defaults.items()
+        if (texts["muon"].get(name), muon.defaults.get(name)) != (texts["adamw"][name], value)
+    }
     of_adamuon = {
         name: (value,)
         for name, value in adamuon.defaults.items()

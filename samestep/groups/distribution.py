@@ -102,15 +102,14 @@ class Distribution:
         frees gradients once they are reduced. "none" keeps all on every rank. "auto" is "zero2" on
         several ranks, and "none" beside DTensors.
     buffers: "flat" makes parameters and gradients views of contiguous buffers, so that nothing is
-        copied around a collective; "per_parameter" leaves them where they are.
+        copied around a collective; "per_parameter" does not.
     reduction: "ordered" adds gradients in rank order in fp32, with the same result in every layout;
         "fast" leaves the order to the backend.
     reduce_dtype: dtype in which gradients travel. None: the parameter's.
     overlap_grad_reduce: reduce buckets during backward.
-    overlap_param_gather: return from `step()` while updated parameters are still being gathered;
-        reading one waits for it. For flat buffers, and for a model.
-    poison_early_reads: for finding a fault: parameters that are being gathered are NaN until they
-        are waited for.
+    overlap_param_gather: return from `step()` while updated parameters are being gathered; reading
+        one waits for it. For flat buffers of a model.
+    poison_early_reads: for finding a fault: parameters are NaN until their gather is waited for.
     grads: "local" gradients are averaged here; "reduced" ones already were, as by DDP.
     grad_dtype: dtype in which gradients are accumulated, such as float32 for bfloat16 parameters.
         None: the parameter's.
@@ -119,32 +118,31 @@ class Distribution:
         averaged too (reduce-scatter inside, all-reduce outside).
     stage_group: in a pipeline one rank of each stage: norm, clipping and skipped steps are then the
         whole model's. "none": there are no other stages.
-    crossover: parameters with fewer elements are updated by every rank. A number, or the file that
-        `samestep bench crossover` wrote.
+    crossover: parameters with fewer elements are updated by every rank. A number, or a file of
+        `samestep bench crossover`.
     bucket_size: elements that travel together. None: by the number of ranks and the links.
     ranks_per_host: neighbouring ranks that share a host. None: LOCAL_WORLD_SIZE, otherwise all. If
         given, ordered sums go host by host.
     two_levels: reduce inside hosts first, then across them. None: where `plan.links` says that it
         is faster. For plain parameters.
     waves: parts of a step; the parameters of one travel while the next is computed.
-    owners: Muon's blocks are given to ranks by FLOPs ("balanced"), or in turn ("cyclic").
+    owners: Muon's blocks go to ranks by FLOPs ("balanced"), or in turn ("cyclic").
     max_state_ratio: state that a rank may own, in multiples of the mean, to balance the work. None:
         no limit.
     muon_schedule: for DTensors: "parallel" sends the parts of a block to one owner and the result
         back; "gather" lets every rank gather and compute all blocks.
     chunk_size: for DTensors: elements of blocks that travel together. None: 67 million on a GPU;
         `bucket_size` on CPU, or where that was chosen.
-    chunks_ahead: for DTensors: chunks that are gathered ahead of the one that is computed; 0: none.
+    chunks_ahead: for DTensors: chunks that are gathered ahead of the computed one.
     block_dtype: for DTensors: dtype in which blocks travel. None: bfloat16 on a GPU, float32 on
         CPU.
-    check_gradients: for finding a fault: raise where a gradient is not finite, with parameter and
-        rank, before it is added to others. The host waits for every gradient. Refused where DDP
-        averages.
+    check_gradients: for finding a fault: a gradient that is not finite raises with parameter and
+        rank. The host waits for every gradient. Refused where DDP averages.
     state_dict_form: "whole": `state_dict()` has all state, after `consolidate_state_dict()` on all
         ranks. "part": each rank's part, which loads on the same rank of the same plan alone.
     deferred: make plans and state in the first step, for a model that a trainer moves, wraps or
         shards after construction.
-    strict: replicas that differ at construction raise, instead of being overwritten with rank 0's.
+    strict: replicas that differ at construction raise, instead of getting rank 0's values.
     offload: "state" keeps state and main parameters in the host's memory, and brings them to the
         GPU in the step. The bits are the same.
     """

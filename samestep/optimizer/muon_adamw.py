@@ -241,9 +241,9 @@ class MuonAdamW(RuleOptimizer):
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
         preset: defaults of another implementation: "torch", "keller", "moonlight", "nanochat",
             "dion", ...; `samestep.presets` has them all.
-        recipe: fused weights, expert stacks and routers of the architecture: "auto" finds them by
+        recipe: fused weights, expert stacks and routers: "auto" finds them by
             `model.config.model_type`; a name of `samestep.recipes.RECIPES`; what
-            `samestep.recipes.known_of` gives; None: none. Overrides win over it.
+            `samestep.recipes.known_of` gives; None: none. Overrides win.
         overrides: {pattern or predicate(name, param): {key: value}}: rule and group keys of the
             parameters that it matches.
         groups: instead of routing, group dicts whose "params" are patterns or predicates; every

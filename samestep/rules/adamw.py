@@ -28,12 +28,12 @@ class AdamWRule:
         eps: added to the root of v after bias correction; 0: an element whose v is 0 stays.
         weight_decay: parameters shrink by `lr * weight_decay` in a step.
         amsgrad: divide by the root of the largest v so far.
-        eps_hat: add eps before bias correction, as Moonlight and section 2 of arXiv 1412.6980 do.
+        eps_hat: add eps before bias correction, as section 2 of arXiv 1412.6980 does.
         cautious: decay only elements where m and the parameter have the same sign (arXiv
             2510.12402).
         decay_form: "decoupled"; "independent" of the learning rate; "l2": in the gradient.
-        fused: one pass over memory on CPU, as torch's fused kernel: about twice as fast, other by
-            rounding; not with the forms above, which torch's kernel does not have.
+        fused: torch's kernel on CPU: about twice as fast, other by rounding; not with `eps_hat`,
+            `cautious` or another `decay_form`.
         state_dtypes: how state is stored: "8bit", "bf16_stochastic", or a mapping of state names to
             these or to dtypes. None: float32.
     """

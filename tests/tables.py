@@ -26,6 +26,7 @@ FAMILIES = {
     '`buffers="flat"`': ("flat",),
     "state on the host": ("one_process_offload", "none_offload", "zero2_offload", "flat_offload",
                           "fsdp2_offload"),
+    "sums in two levels": ("hosts_",),
     "FSDP2": ("fsdp2_gather", "fsdp2_parallel"),
     "HSDP": ("hsdp",),
     "TP x FSDP2, EP x FSDP2": ("tp_fsdp2", "ep_fsdp2"),

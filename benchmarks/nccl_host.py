@@ -2,7 +2,7 @@
 
     python -m benchmarks.nccl_host --ranks 2,4,8 --out out/nccl_host
 
-Ranks may share a GPU (see docs/prove.md): nothing of the device is measured. Every step begins on an
+Ranks may share a GPU (docs/prove.md): nothing of the device is measured. Every step begins on an
 idle device, contestants take turns, and time is taken until `backward()` and `step()` have
 returned. Collectives are those that torch's own record of NCCL has.
 """

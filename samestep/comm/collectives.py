@@ -396,7 +396,7 @@ def _launch(
 ) -> Flight:
     """Every collective passes here."""
     watched = watch.of(group.handle) if device.type == "cuda" else None
-    operation = None if watched is None else watched.launching(transfer, group.members)
+    operation = None if watched is None else watched(transfer, group.members)
     recording = recorder.current
     if recording is not None:
         flight = recording.launch(transfer, group, device, call)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from samestep.comm.diagnosis.roll_call import Answer, RollCall, verdict
 
 if TYPE_CHECKING:
-    from samestep.comm.diagnosis.watch import Operation
+    from samestep.comm.diagnosis.operations import Operation
     from samestep.comm.groups import RankGroup
 
 T = TypeVar("T")

@@ -4,9 +4,8 @@ Each rank has one thread, the `Watch`, which talks to the others through the sto
 process group and never touches the device while all is well. It answers the roll calls of others:
 in which operation and at which line of Python this rank is.
 
-Over gloo the host waits for collectives: `flight.Flight.wait` raises for ours, and torch raises for
-its own (FSDP2's, tensor parallel's). The latter end a script with the backend's text only, so
-`sys.excepthook` holds a roll call before and says who is missing.
+Over gloo the host waits for collectives: `flight.Flight.wait` raises for ours, and torch for its
+own (FSDP2's), which end a script with the backend's text: so `sys.excepthook` holds a roll call.
 
 Over NCCL the host never waits: a kernel spins on the device until torch's own watchdog aborts the
 process at the time-out, and names nobody. So there the watch ends the process itself, before
@@ -18,30 +17,21 @@ torch's watchdog acts and with a message, when
     another rank launched other operations in a group, even if none of them hangs,
     another rank's watch has found any of this.
 
-`CollectiveError` is then raised in the thread that steps; communicators are aborted, so that a
-thread that waits for the device comes back; and a process that has not ended `GRACE_S` later is
-ended.
+`ending.end_process` then raises a `CollectiveError` in the thread that steps, and sees to the end.
 """
 
 import atexit
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
-import traceback
 import weakref
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -50,11 +40,24 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm import nccl
+from samestep.comm.diagnosis.ending import (
+    NOWHERE,
+    end_process,
+    line_of,
+    positions_elsewhere,
+    verdict,
+)
 from samestep.comm.diagnosis.flight import (
     CollectiveError,
     has_passed,
     is_of_communication,
     recorded_event,
+)
+from samestep.comm.diagnosis.operations import (
+    DEVICE_S,
+    Launches,
+    Operation,
+    patience_of,
 )
 from samestep.comm.diagnosis.roll_call import (
     ANSWER_S,
@@ -63,8 +66,7 @@ from samestep.comm.diagnosis.roll_call import (
     Background,
     RollCall,
     has_ended,
-    missing,
-    ranks_text,
+    own_connection,
     this_process,
 )
 from samestep.comm.groups import default_timeout, timeout_of
@@ -74,80 +76,10 @@ POLL_S = 0.5
 RANKS_PER_POLL_S = 256  # of larger jobs each rank asks the store less often
 ROLL_CALL_S = 2.0  # that other ranks have for an answer: several polls
 SUSPICIOUS_S = 1.0  # in flight for longer than that: the others are asked after
-DEVICE_S = 2.0  # for an answer of the device, which may not come while it is stuck
-MOST_POSITIONS = 16
-NOWHERE = "no operation of samestep"
-WHERE = "Where they were:"
 NEWLINE = "\n"
-GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
-LAUNCHES_KEPT = 64  # of a group, that are compared between ranks
 BACKENDS = ("gloo", "nccl")
 OFF = "SAMESTEP_WATCH"  # "0" in the environment: nothing is watched
-
-_PACKAGE = Path(__file__).parents[2]
-# Commands such as `samestep train` are scripts; who waits for a data loader waits for no rank.
-WAITING_IN = (
-    *(
-        str(Path(torch.__file__).parent / name)
-        for name in ("distributed", "autograd", "optim", "utils/_contextlib.py")
-    ),
-    *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "shards")),
-)
-STANDARD_LIBRARY = str(Path(os.__file__).parent)
-
 _log = logging.getLogger("samestep")
-
-
-def patience_of(timeout: timedelta | None) -> float:
-    """Seconds in flight after which an operation counts as stuck.
-
-    Torch's watchdog aborts the process at the time-out, so the roll call comes before: after 70%
-    of it, at most 15 s earlier.
-    """
-    limit = 600.0 if timeout is None else timeout.total_seconds()
-    return limit - min(15.0, 0.3 * limit)
-
-
-@dataclass(slots=True)
-class Operation:
-    """A collective as this rank launches it.
-
-    work: torch's; None while it is being launched, which waits for others where a communicator is
-        made first, and where nothing is sent.
-    """
-
-    number: int  # 1, 2, ... in this process
-    step: int
-    name: str
-    elements: int
-    ranks: tuple[int, ...]
-    begun: float  # time.monotonic()
-    patience: float
-    work: dist.Work | None = None
-    launched: bool = False
-    waited: bool = False  # some stream waits for it
-
-    def has_arrived(self) -> bool:
-        """Whether the device is done with it; False if the device does not say so in time."""
-        if not self.launched or self.work is None:
-            return self.launched
-        asked = Background(self.work.is_completed)
-        return asked.ended(DEVICE_S) and bool(asked.value)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name} ({self.elements} elements, operation {self.number}, "
-            f"step {self.step}, among {ranks_text(self.ranks, most=8)})"
-        )
-
-
-class Launched(NamedTuple):
-    """An operation of one group: its number there, and a digest of all up to it, in order."""
-
-    number: int
-    digest: int
-    name: str
-    elements: int
 
 
 class Watch:
@@ -190,7 +122,7 @@ class Watch:
         self._step = 0
         self._in_flight: deque[Operation] = deque()
         self._passed: deque[tuple[torch.cuda.Event, int]] = deque()  # at the end of a step
-        self._groups: dict[str, deque[Launched]] = {}  # the last ones, by group
+        self._launches = Launches()
         self._told_problem = False
         self._heard = time.monotonic()  # when the thread that steps last did anything here
         self._stopping = threading.Event()
@@ -220,13 +152,7 @@ class Watch:
             self._count, self._step, transfer.name, transfer.elements, ranks, now, patience
         )
         self._in_flight.append(operation)
-        key = f"{group} {' '.join(map(str, ranks))}"
-        known = self._groups.get(key)
-        if known is None:
-            known = self._groups[key] = deque([Launched(0, 0, "", 0)], maxlen=LAUNCHES_KEPT)
-        # Whole numbers only: their hash is the same in every process.
-        digest = hash((known[-1].digest, _number_of(transfer.name), transfer.elements))
-        known.append(Launched(known[-1].number + 1, digest, transfer.name, transfer.elements))
+        self._launches.add(f"{group} {' '.join(map(str, ranks))}", transfer)
         return operation
 
     def step_begun(self) -> None:
@@ -328,10 +254,7 @@ class Watch:
         gone = self._gone(may_wait=self._oldest_age() > SUSPICIOUS_S)
         if gone is not None:
             return gone
-        launched = {
-            group: [each[:2] for each in list(known)] for group, known in list(self._groups.items())
-        }
-        self._store.set(self._key("launched"), json.dumps(launched))
+        self._store.set(self._key("launched"), json.dumps(self._launches.digests()))
         return self._out_of_order()
 
     def _oldest_age(self) -> float:
@@ -413,17 +336,14 @@ class Watch:
         key = self._key("launched", other)
         if other == self._rank or not self._store.check([key]):
             return None
-        theirs = json.loads(self._store.get(key))
-        for group, known in list(self._groups.items()):
-            digests = dict(theirs.get(group, ()))
-            for mine in list(known):
-                if digests.get(mine.number, mine.digest) != mine.digest:
-                    return (
-                        f"ranks {self._rank} and {other} launched different operations: number "
-                        f"{mine.number} of their group is {mine.name} ({mine.elements} elements) "
-                        f"on rank {self._rank}, and another, or of another size, on rank {other}"
-                    )
-        return None
+        mine = self._launches.difference(json.loads(self._store.get(key)))
+        if mine is None:
+            return None
+        return (
+            f"ranks {self._rank} and {other} launched different operations: number "
+            f"{mine.number} of their group is {mine.name} ({mine.elements} elements) "
+            f"on rank {self._rank}, and another, or of another size, on rank {other}"
+        )
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -435,7 +355,7 @@ class Watch:
 
     def _held(self, reason: str | None) -> CollectiveError:
         """Hold a roll call; `reason`: why this rank calls, None if it only answers."""
-        inside, line = _line_of(self._thread_of_steps)
+        inside, line = line_of(self._thread_of_steps)
         operation = self._oldest()
         waits = inside or reason is not None or operation is not None
         position = f"{operation or NOWHERE}, step {self._step}, at {line}"
@@ -446,7 +366,7 @@ class Watch:
         since = time.monotonic() - ANSWER_S + ROLL_CALL_S
         attendance = self._attendance = self._calls.hold(answer, since, expected)
         answers = dict(attendance.answers)  # a copy: the roll call may still be at it
-        text = _verdict(attendance, answers, ended, range(self._size), self._rank)
+        text = verdict(attendance, answers, ended, range(self._size), self._rank)
         positions = {rank: answers[rank].operation for rank in sorted(answers)}
         head = operation or NOWHERE
         return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
@@ -460,13 +380,7 @@ class Watch:
         """
         self._held(None)
         assert self._attendance is not None
-        found = []
-        for rank, answer in sorted(self._attendance.answers.items()):
-            if rank in silent or (rank not in answered and answer.operation.startswith(NOWHERE)):
-                where = "in no collective" if answer.outside else "in a collective of its own"
-                line = answer.outside or answer.operation.rpartition(", at ")[2]
-                found.append(f"Rank {rank} is alive, {where}, at {line}")
-        return found
+        return positions_elsewhere(self._attendance, silent, answered)
 
     def _ended_by(self) -> dict[int, str]:
         """Other ranks that have said that they end, with their error, "" if there was none."""
@@ -510,77 +424,6 @@ class Watch:
         Background(tell).ended(1.0)
 
 
-def _verdict(
-    attendance: Attendance,
-    answers: Mapping[int, Answer],
-    ended: Mapping[int, str],
-    ranks: Sequence[int],
-    mine: int,
-) -> str:
-    """Sentences: who is at fault as far as is known, why this rank has asked, and where all are."""
-    parts = [
-        f"rank {rank} has ended" + (f" by {text}" if text else " without an error")
-        for rank, text in ended.items()
-    ]
-    parts += missing(attendance, ranks)
-    parts += [
-        f"rank {rank} is in no collective, but at {answers[rank].outside}"
-        for rank in sorted(answers)
-        if answers[rank].outside is not None
-    ]
-    reasons = [answers[mine].error, *(answers[rank].error for rank in sorted(answers))]
-    reason = next((each for each in reasons if each is not None), None)
-    if reason is not None:
-        parts.append(reason)
-    elif not parts:
-        parts.append("all ranks answered, so none is missing")
-    shown = sorted(answers)[:MOST_POSITIONS]
-    where = [f"rank {rank} in {answers[rank].operation}" for rank in shown]
-    return f"{'; '.join(dict.fromkeys(parts))}. {WHERE} {'; '.join(where)}"
-
-
-@cache
-def _number_of(name: str) -> int:
-    return zlib.crc32(name.encode())
-
-
-def _line_of(thread: int | None) -> tuple[bool, str]:
-    """Whether a thread is where one waits for other ranks, and the line of the script it is at."""
-    frame = sys._current_frames().get(thread or 0)
-    if frame is None:
-        return False, "an unknown place"
-    stack = [
-        each
-        for each in traceback.extract_stack(frame)
-        if "site-packages" in each.filename or not each.filename.startswith(STANDARD_LIBRARY)
-    ]
-    scripts = [each for each in stack if not each.filename.startswith(WAITING_IN)]
-    if not scripts:
-        return False, "an unknown place"
-    return scripts[-1] is not stack[-1], f"{scripts[-1].filename}:{scripts[-1].lineno}"
-
-
-def end_process(error: CollectiveError, thread: int) -> None:
-    """Say why, raise it in a thread, let go of what that waits for, and see to the end."""
-    _log.critical("%s", error)
-    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-        # Ends the process also where Python is no more, inside destructors of communicators.
-        signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_S)
-
-    def make(self: CollectiveError) -> None:
-        CollectiveError.__init__(self, str(error), error.operation, error.positions)
-
-    # A thread is given a class, not an instance.
-    kind = type("CollectiveError", (CollectiveError,), {"__init__": make})
-    kind.__module__ = CollectiveError.__module__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
-    Background(nccl.abort)
-    time.sleep(GRACE_S)
-    sys.stderr.write(f"{error}\n")
-    sys.stderr.flush()
-    os._exit(1)
-
-
 # --- one for each process ------------------------------------------------------------------------
 
 
@@ -615,52 +458,28 @@ def start() -> Watch | None:
             return _current.watch
         if _current.watch is not None:
             _current.watch.stop()
-    watch = None
+    watch, known_world = None, weakref.ref(world)
     known = any(name in str(dist.get_backend()) for name in BACKENDS)
     if known and dist.get_world_size() > 1 and os.environ.get(OFF) != "0":
         with suppress(AttributeError, RuntimeError):  # a group made in Python may have no store
             watch = Watch(
-                _own_connection(world.get_group_store()),
+                own_connection(world.get_group_store()),
                 dist.get_rank(),
                 dist.get_world_size(),
                 on_device="nccl" in str(dist.get_backend()),
                 patience=patience_of(default_timeout()),
-                is_over=_destroyed(weakref.ref(world)),
+                is_over=lambda: known_world() is None or known_world() is not dist.group.WORLD,
             )
-    _current = _Current(weakref.ref(world), watch)
+    _current = _Current(known_world, watch)
     return watch
 
 
-def _destroyed(world: "weakref.ref[dist.ProcessGroup]") -> Callable[[], bool]:
-    """Whether a default group is the default group no more."""
-    return lambda: world() is None or world() is not dist.group.WORLD
+Launching = Callable[[Transfer, tuple[int, ...]], Operation]
+_groups: WeakKeyDictionary[dist.ProcessGroup, Launching | None] = WeakKeyDictionary()
 
 
-def _own_connection(store: dist.Store) -> dist.Store:
-    """A store by a connection of its own, if it has any, so that waits hold up no other."""
-    try:
-        return store.clone()  # type: ignore[attr-defined, no-any-return]
-    except (AttributeError, RuntimeError):
-        return store
-
-
-class GroupWatch(NamedTuple):
-    """The watch of this process, and how long operations of one group may be in flight."""
-
-    watch: Watch
-    patience: float
-    group: str
-
-    def launching(self, transfer: Transfer, ranks: tuple[int, ...]) -> Operation:
-        """See `Watch.launching`."""
-        return self.watch.launching(transfer, ranks, self.patience, self.group)
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, GroupWatch | None] = WeakKeyDictionary()
-
-
-def of(handle: dist.ProcessGroup) -> GroupWatch | None:
-    """Watches the operations of a group on a GPU; None where the host waits for them."""
+def of(handle: dist.ProcessGroup) -> Launching | None:
+    """`Watch.launching` for the operations of a group on a GPU; None where the host waits."""
     if handle not in _groups:
         _groups[handle] = None
         with suppress(TypeError, ValueError):  # a group that torch does not know has no backend
@@ -668,7 +487,7 @@ def of(handle: dist.ProcessGroup) -> GroupWatch | None:
             found = start() if on_device else None
             if found is not None:
                 limit = patience_of(timeout_of(handle))
-                _groups[handle] = GroupWatch(found, limit, handle.group_name)
+                _groups[handle] = partial(found.launching, patience=limit, group=handle.group_name)
     return _groups[handle]
 
 

@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 
 import samestep
 from samestep.comm.collectives import maximum, total
-from samestep.comm.diagnosis.watch import WHERE
+from samestep.comm.diagnosis.ending import WHERE
 from samestep.comm.groups import registry
 from samestep.launch.forked import end_with
 from samestep.mesh import build

@@ -1,0 +1,123 @@
+"""The end of a process whose ranks are gone: the message, and the way out.
+
+`verdict` says who is at fault and where all ranks are; `end_process` raises that in the thread that
+steps, and ends the process if it does not end by itself.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from samestep.comm import nccl
+from samestep.comm.diagnosis.flight import (
+    CollectiveError,
+)
+from samestep.comm.diagnosis.roll_call import (
+    Answer,
+    Attendance,
+    Background,
+    missing,
+)
+
+MOST_POSITIONS = 16
+WHERE = "Where they were:"
+NOWHERE = "no operation of samestep"
+GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
+
+_PACKAGE = Path(__file__).parents[2]
+# Commands such as `samestep train` are scripts; who waits for a data loader waits for no rank.
+WAITING_IN = (
+    *(
+        str(Path(torch.__file__).parent / name)
+        for name in ("distributed", "autograd", "optim", "utils/_contextlib.py")
+    ),
+    *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "shards")),
+)
+STANDARD_LIBRARY = str(Path(os.__file__).parent)
+
+_log = logging.getLogger("samestep")
+
+
+def verdict(
+    attendance: Attendance,
+    answers: Mapping[int, Answer],
+    ended: Mapping[int, str],
+    ranks: Sequence[int],
+    mine: int,
+) -> str:
+    """Sentences: who is at fault as far as is known, why this rank has asked, and where all are."""
+    parts = [
+        f"rank {rank} has ended" + (f" by {text}" if text else " without an error")
+        for rank, text in ended.items()
+    ]
+    parts += missing(attendance, ranks)
+    parts += [
+        f"rank {rank} is in no collective, but at {answers[rank].outside}"
+        for rank in sorted(answers)
+        if answers[rank].outside is not None
+    ]
+    reasons = [answers[mine].error, *(answers[rank].error for rank in sorted(answers))]
+    reason = next((each for each in reasons if each is not None), None)
+    if reason is not None:
+        parts.append(reason)
+    elif not parts:
+        parts.append("all ranks answered, so none is missing")
+    shown = sorted(answers)[:MOST_POSITIONS]
+    where = [f"rank {rank} in {answers[rank].operation}" for rank in shown]
+    return f"{'; '.join(dict.fromkeys(parts))}. {WHERE} {'; '.join(where)}"
+
+
+def positions_elsewhere(attendance: Attendance, silent: set[int], answered: set[int]) -> list[str]:
+    """Sentences about ranks that are alive and in none of our operations; see `Watch.elsewhere`."""
+    found = []
+    for rank, answer in sorted(attendance.answers.items()):
+        if rank in silent or (rank not in answered and answer.operation.startswith(NOWHERE)):
+            where = "in no collective" if answer.outside else "in a collective of its own"
+            line = answer.outside or answer.operation.rpartition(", at ")[2]
+            found.append(f"Rank {rank} is alive, {where}, at {line}")
+    return found
+
+
+def line_of(thread: int | None) -> tuple[bool, str]:
+    """Whether a thread is where one waits for other ranks, and the line of the script it is at."""
+    frame = sys._current_frames().get(thread or 0)
+    if frame is None:
+        return False, "an unknown place"
+    stack = [
+        each
+        for each in traceback.extract_stack(frame)
+        if "site-packages" in each.filename or not each.filename.startswith(STANDARD_LIBRARY)
+    ]
+    scripts = [each for each in stack if not each.filename.startswith(WAITING_IN)]
+    if not scripts:
+        return False, "an unknown place"
+    return scripts[-1] is not stack[-1], f"{scripts[-1].filename}:{scripts[-1].lineno}"
+
+
+def end_process(error: CollectiveError, thread: int) -> None:
+    """Say why, raise it in a thread, let go of what that waits for, and see to the end."""
+    _log.critical("%s", error)
+    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        # Ends the process also where Python is no more, inside destructors of communicators.
+        signal.setitimer(signal.ITIMER_REAL, 2 * GRACE_S)
+
+    def make(self: CollectiveError) -> None:
+        CollectiveError.__init__(self, str(error), error.operation, error.positions)
+
+    # A thread is given a class, not an instance.
+    kind = type("CollectiveError", (CollectiveError,), {"__init__": make})
+    kind.__module__ = CollectiveError.__module__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+    Background(nccl.abort)
+    time.sleep(GRACE_S)
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+    os._exit(1)

@@ -565,7 +565,7 @@ def test_mistakes_say_what_to_do():
         QKHeads.separate(4, 6, 3)
     with pytest.raises(ValueError, match=r"no rows .* are said to be k of head 1"):
         QKHeads(2, 2, {"q": [HeadRows("q", 0, 2), HeadRows("q", 1, 2), HeadRows("k", 0, 2)]})
-    with pytest.raises(ValueError, match="with whole heads in each group"):
+    with pytest.raises(ValueError, match="with whole heads in each group: correct heads, kv_heads, head_dim or split_sizes"):
         QKHeads.fused("qkv.weight", 4, 6, 2, split_sizes="interleaved:3x16")
 
 

@@ -74,7 +74,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0, /) -> int:
         at = (0, self._at, len(self._data))[whence] + offset
         if at < 0:
-            raise OSError("a place before the file")
+            raise OSError("an offset before the start of the file")
         self._at = at
         return at
 
@@ -102,7 +102,7 @@ class _Archive:
             self._records = {info.filename: info for info in opened.infolist()}
         found = [name for name in self._records if name.partition("/")[2] == "data.pkl"]
         if len(found) != 1:
-            raise zipfile.BadZipFile(f"it has {len(found)} entries data.pkl and should have one")
+            raise zipfile.BadZipFile(f"it has {len(found)} entries named data.pkl instead of one")
         self._root = found[0].removesuffix("data.pkl")
         self.pickle = bytes(self._record("data.pkl"))
         if f"{self._root}byteorder" in self._records:
@@ -123,15 +123,15 @@ class _Archive:
         lengths = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
         start = info.header_offset + 30 + sum(lengths)
         if start + info.file_size > len(self._data):
-            raise PickleError(f"its entry {name} ends behind the file")
+            raise PickleError(f"its entry {name} extends beyond the end of the file")
         return self._data[start : start + info.file_size]
 
     def stored(self, pid: Any) -> _Stored:
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            raise PickleError("it refers to something that is no storage")
+            raise PickleError("it refers to an external object that is no tensor storage")
         _, kind, key, _, count = pid
         if type(kind) is not _StorageClass or type(key) is not str:
-            raise PickleError("it refers to something that is no storage")
+            raise PickleError("it refers to an external object that is no tensor storage")
         size = whole_number(count, "the elements of a storage") * kind.dtype.itemsize
         if key not in self._known:
             record = self._record(f"data/{key}")
@@ -142,7 +142,7 @@ class _Archive:
             )
         data = self._known[key]
         if len(data) < size:
-            raise PickleError(f"data/{key} has {len(data)} bytes and should have {size}")
+            raise PickleError(f"its entry data/{key} has {len(data)} bytes instead of {size}")
         return _Stored(data[:size], kind.dtype)
 
 
@@ -162,7 +162,7 @@ def _tensor(
     else:
         dtype = storage.dtype
     if type(storage) is not _Stored or any(rest):
-        raise PickleError("it has a tensor with more than values")
+        raise PickleError("it has a tensor with hooks or metadata")
     sizes, strides = shape_of(size), _numbers(stride)
     if len(sizes) != len(strides):
         raise PickleError(f"it has a tensor of shape {sizes} with strides {strides}")
@@ -185,27 +185,27 @@ def _tensor(
 def _of_type(make: Any, _: Any, arguments: Any, __: Any = None) -> Any:
     """A tensor of a class, as a plain one."""
     if type(make) is not Maker or make.make is not _tensor:
-        raise PickleError("it has a tensor that is made otherwise")
+        raise PickleError("it builds a tensor by an unknown function")
     return make.make(*arguments)
 
 
 def _parameter(data: Any, *_: Any) -> Tensor:
     if not isinstance(data, Tensor):
-        raise PickleError("it has a parameter without a tensor")
+        raise PickleError("it has an nn.Parameter without a tensor")
     return data
 
 
 def _of_device(data: Any, dtype: Any, *_: Any) -> Tensor:
     """A tensor of a device that has no storage of its own, such as XLA's."""
     if not isinstance(data, Tensor) or type(dtype) is not torch.dtype:
-        raise PickleError("it has a tensor of a device without values")
+        raise PickleError("it has a tensor of the meta device, which has no values")
     return data.to(dtype)
 
 
 def _numbers(sizes: Any) -> list[int]:
     """One per dim, of which a tensor has 64 at most."""
     if not isinstance(sizes, tuple) or len(sizes) > 64:
-        raise PickleError("it has something else for a shape")
+        raise PickleError("it has a tensor whose shape is no tuple of integers")
     return [whole_number(size, "a size") for size in sizes]
 
 
@@ -218,14 +218,14 @@ def shape_of(sizes: Any = ()) -> torch.Size:
 
 def plain_dict(pairs: Any = ()) -> dict[Any, Any]:
     if type(pairs) not in (dict, list, tuple):
-        raise PickleError(f"it makes a dict of a {type(pairs).__name__}")
+        raise PickleError(f"it builds a dict from a {type(pairs).__name__}")
     entries = pairs.items() if type(pairs) is dict else pairs
     return {checked_key(key, KEYS): value for key, value in entries}
 
 
 def _set(items: Any = ()) -> set[Any]:
     if type(items) not in (list, tuple, set):
-        raise PickleError(f"it makes a set of a {type(items).__name__}")
+        raise PickleError(f"it builds a set from a {type(items).__name__}")
     return {checked_key(item, KEYS) for item in items}
 
 
@@ -234,7 +234,7 @@ def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:
     if type(text) is bytes:
         return text
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise PickleError("it has bytes in an encoding of their own")
+        raise PickleError("it has bytes in an encoding other than latin1")
     return text.encode("latin1")
 
 
@@ -246,7 +246,7 @@ def _device(kind: Any, index: Any = None) -> str:
 
 def _complex(real: Any, imaginary: Any) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        raise PickleError("it has a complex number of what is no number")
+        raise PickleError("it builds a complex number from other things than numbers")
     return complex(real, imaginary)
 
 

@@ -28,11 +28,11 @@ def inside(folder: Path, name: object) -> Path:
     try:
         real, home = path.resolve(), folder.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise ClaimError(f"{path} leads nowhere ({error})") from None
+        raise ClaimError(f"{path} is a broken link ({error})") from None
     if not real.is_relative_to(home):
         raise ClaimError(
-            f"{path} is a link that leads out of the folder, to {real}: if you trust that, put a "
-            "copy in its place"
+            f"{path} is a symbolic link to {real}, outside of the checkpoint: nothing "
+            "was read. If you trust that file, replace the link by a copy"
         )
     return path
 
@@ -83,7 +83,8 @@ def check_box(name: str, shape: Sequence[int], box: Box) -> None:
     )
     if not fits:
         raise ClaimError(
-            f"{name!r} has shape {tuple(shape)} and a box of {box.sizes} at {box.offsets}"
+            f"{name!r} has shape {tuple(shape)}, and a shard of sizes {box.sizes} at "
+            f"offsets {box.offsets} lies outside of it"
         )
 
 
@@ -149,7 +150,7 @@ def check_facts(content: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
 def _check_option(value: object, dtypes: Mapping[str, Any], levels: int) -> None:
     """Undo `plain_options`: dicts are entries or a dtype."""
     if levels == 0:
-        raise ClaimError("options are nested too deep")
+        raise ClaimError("the options of a group are nested too deeply")
     inner: Sequence[object] = value if isinstance(value, list) else ()
     if isinstance(value, dict):
         inner = list(value.values())

@@ -123,10 +123,10 @@ def convert(
         read = _part(_read(path, found, given), only)
     if kind in OF_FILES and kind not in read.by:
         whose = ", ".join(sorted(read.by)) or "no optimizer"
-        raise CheckpointError(f"{path} is of {whose}, and not of {kind}: leave --from out")
+        raise CheckpointError(f"{path} is a checkpoint of {whose}, not of {kind}: leave --from out")
     read = naming.renamed(with_preset(with_step(read, step), preset), rename)
     if not read.tensors:
-        raise CheckpointError("there are no tensors in it")
+        raise CheckpointError("{path} has no tensors")
     if found != "samestep":  # whose rules may be anybody's
         checked(read)
     if not dry_run:
@@ -174,9 +174,9 @@ def kind_of(path: Path) -> Kind:
     if (path / folder.METADATA).is_file():
         return "dcp"
     raise CheckpointError(
-        f"{path} is no checkpoint that is known: it has no {INDEX}, no {folder.METADATA}, "
-        "no *_optim_states.pt and no optimizer.pt; name a folder deeper, or say whose it is with "
-        "--from"
+        f"{path} is no checkpoint of a known format: it has no {INDEX}, no "
+        f"{folder.METADATA}, no *_optim_states.pt and no optimizer.pt; give the folder "
+        "that has these files, or name the format with --from"
     )
 
 
@@ -185,11 +185,14 @@ def _read(path: Path, kind: Kind, given: SourceOptions) -> Source:
         return READERS[kind](path, given)
     if path.is_file():
         if kind in ("samestep", "dcp"):
-            raise CheckpointError(f"{path} is a file, and a checkpoint of {kind} is a folder")
+            raise CheckpointError(
+                f"{path} is a file, and checkpoints of {kind} are folders: give the folder"
+            )
         return torch_save.read(path, given)
     if given.optimizers:
         raise CheckpointError(
-            f"--optimizer is for files of torch.save, and {path} is a folder, which has all of it"
+            f"--optimizer goes with a SOURCE that is a file of torch.save, and {path} "
+            "is a folder, which has its optimizer state inside: leave --optimizer out"
         )
     stored = open_checkpoint(folder.find(path))
     if given.verify:

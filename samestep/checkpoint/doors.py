@@ -49,8 +49,8 @@ class Writer(RawWriter):
         objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if objects:
             raise CheckpointError(
-                f"{objects[0]!r} is no tensor, and this format has tensors alone: give what JSON "
-                "can have as extra="
+                f"{objects[0]!r} is no tensor, and this format stores only tensors: "
+                "pass values that JSON can store as extra="
             )
         return plan
 

@@ -83,21 +83,36 @@ class Unfinished:
                 raise _unwritable(self.path, error) from None
             if not is_named:
                 raise self._not_named(error) from None
-            _warn_once(self.path, f"{self.path} is saved, but keep={keep} was not done: {error}")
+            _warn_once(
+                self.path,
+                (
+                    f"{self.path} is saved, but older checkpoints were not deleted "
+                    f"(keep={keep}): {error}"
+                ),
+            )
         finally:
             if is_there:
                 self._saver.release()
         for old in removed:
             _delete(old)
             if os.path.lexists(old):
-                _warn_once(old, f"{old} was a checkpoint, and cannot be deleted: do it by hand")
+                _warn_once(
+                    old,
+                    (
+                        f"{old} is an old checkpoint and could not be deleted completely: "
+                        "delete it by hand"
+                    ),
+                )
 
     def _move_to_its_place(self) -> list[Path]:
         """Gives where the one is now that a killed save had left there, if there was one."""
         replaced = []
         _refuse_existing(self.path)
         if not self._saver.has_mark:
-            raise CheckpointError(f"{self.folder} was removed or changed meanwhile: save again")
+            raise CheckpointError(
+                f"{self.folder} was deleted or changed by another process during the save: "
+                "save again"
+            )
         self._saver.check_turn()
         if os.path.lexists(self.path):
             replaced = [_hidden(self.path, REMOVED)]
@@ -123,8 +138,9 @@ class Unfinished:
             with suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
         return CheckpointError(
-            f"{self.path} is written and complete, but {self.path.parent / LATEST} could not be "
-            f"made to name it ({error.strerror or error}): load it by its own name"
+            f"{self.path} is written and complete, but {self.path.parent / LATEST} "
+            f"could not be updated to name it ({error.strerror or error}): load it by "
+            "its own name"
         )
 
     def abandon(self) -> None:
@@ -161,7 +177,9 @@ class Unfinished:
         elif alive is False or (alive is None and now - _last_change(path) > ABANDONED_S):
             _delete_partial(path)
         elif alive and owner.name == self.path.name:
-            raise CheckpointError(f"{self.path} is being written by {owner}")
+            raise CheckpointError(
+                f"{self.path} is being written by {owner}: wait for it, or save under another name"
+            )
 
 
 def checkpoints_beside(newest: Path) -> Iterator[Path]:
@@ -183,12 +201,18 @@ def own_files(path: Path, *, tell: bool = False) -> list[str] | None:
     try:
         files = _files_of(path)
         changed = [name for name, size in files.items() if _at(path, name) != size]
-        wrong = f"not as they were saved are {some(changed)}" if changed else ""
+        wrong = f"these files differ from what was saved: {some(changed)}" if changed else ""
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
         wrong = str(error)
     if wrong:
         if tell:
-            _warn_once(path, f"{path} is not counted as a checkpoint, and stays: {wrong}")
+            _warn_once(
+                path,
+                (
+                    f"{path} is not counted by keep= and was not deleted, because it is no "
+                    f"complete checkpoint: {wrong}"
+                ),
+            )
         return None
     return [*files]
 
@@ -211,10 +235,10 @@ def _files_of(path: Path) -> Mapping[str, int]:
 def _files_in(content: Any) -> Mapping[str, int]:
     index = content if isinstance(content, dict) else {}
     if index.get("format") != FORMAT or not isinstance(index.get("samestep"), str):
-        raise ValueError(f"its index is not one of format {FORMAT}")
+        raise ValueError(f"its index does not have format {FORMAT}")
     files = index.get("files")
     if not isinstance(files, dict) or not all(map(_is_plain, files)):
-        raise ValueError("its index names files elsewhere")
+        raise ValueError("its index names files outside of the folder")
     return files
 
 
@@ -240,7 +264,8 @@ def find(path: Path) -> Path:
         if (named / INDEX).is_file():
             return named
         raise CheckpointError(
-            f"{pointer} names {named.name!r}, which is no checkpoint: name the one you mean"
+            f"{pointer} names {named.name!r}, which is no checkpoint: give the path of "
+            "the checkpoint itself"
         )
     if (path / METADATA).is_file():
         return path
@@ -255,8 +280,8 @@ def pointed(path: Path, name: str) -> Path:
             return inside(path, file.read(4096).strip())
     except ClaimError as error:
         raise CheckpointError(
-            f"{path / name} is not what it claims to be: {error}; nothing was loaded: name the "
-            "folder that you mean itself"
+            f"{path / name} has invalid contents ({error}); nothing was loaded. Give "
+            "the path of the checkpoint itself"
         ) from None
 
 
@@ -271,8 +296,8 @@ def _check_name(path: Path) -> None:
     name = path.name
     if name in ("", "..", LATEST, TURN) or name != name.strip() or not name.isprintable():
         raise CheckpointError(
-            f"{str(path)!r} cannot be the name of a checkpoint: {LATEST} has it as a line of text; "
-            "save under another"
+            f"{str(path)!r} cannot be the name of a checkpoint, because {LATEST} stores "
+            "it as one line of text: choose another name"
         )
 
 
@@ -284,8 +309,8 @@ def _check_pointer(parent: Path) -> None:
         is_file = stat.S_ISREG(found.st_mode) and found.st_size <= POINTER_MOST
         if not is_file and not stat.S_ISLNK(found.st_mode):  # a link is replaced, not what it names
             raise CheckpointError(
-                f"{pointer} is not a file that names a checkpoint, and a save would replace it: "
-                "move it, or save elsewhere"
+                f"{pointer} is no file of samestep, and saving here would overwrite it: "
+                "move it, or save in another folder"
             )
 
 
@@ -300,7 +325,13 @@ def _move_away_all_but(keep: int, newest: Path) -> list[Path]:
         try:
             removed += _moved_away(path)
         except OSError as error:
-            _warn_once(path, f"keep={keep}: {path} cannot be removed: {error.strerror or error}")
+            _warn_once(
+                path,
+                (
+                    f"keep={keep}: the old checkpoint {path} cannot be deleted: "
+                    f"{error.strerror or error}"
+                ),
+            )
     return removed
 
 
@@ -333,7 +364,9 @@ def _moved_away(path: Path) -> list[Path]:
     for name in folders:
         with suppress(OSError):
             (path / name).rmdir()
-    _warn_once(path, f"{path} was removed, but for what no save has put there: {some(others)}")
+    _warn_once(
+        path, f"{path} was deleted, except for files that samestep has not written: {some(others)}"
+    )
     return [hidden]
 
 
@@ -408,8 +441,8 @@ def _tell_of_older(path: Path) -> None:
     if path.name.startswith(".") and _is_folder(path) and seems_ours:
         _warn_once(
             path,
-            f"{path} may be what a killed save of an earlier version has left, but nothing in it "
-            "says so: it stays, remove it if it is of no use",
+            f"{path} may be left over from a save that was killed; it was not deleted, "
+            "because nothing in it says so: delete it if you do not need it",
         )
 
 

@@ -114,7 +114,7 @@ class LocalFiles(StoredCheckpoint):
             raise self._elsewhere("the layout differs")
         with claims_of(folder / INDEX):
             if len(entry_of(content, "parts", list)) != content["world_size"]:
-                raise ClaimError("it has not one part for every rank")
+                raise ClaimError("it does not have one part for each rank")
         check_sizes(folder, content["files"])
         ranks = range(content["world_size"]) if here is None else [here.rank]
         self._parts = [self._part(rank) for rank in ranks]
@@ -125,8 +125,8 @@ class LocalFiles(StoredCheckpoint):
                 known = self.tensors.setdefault(name, replace(theirs, chunks=[]))
                 if (known.size, known.properties) != (theirs.size, theirs.properties):
                     raise CheckpointError(
-                        f"{part.folder / INDEX} has {name!r} in another shape or dtype than other "
-                        "ranks: take another checkpoint"
+                        f"{part.folder / INDEX} has {name!r} with another shape or "
+                        "dtype than the parts of other ranks: load another checkpoint"
                     )
                 known.chunks += [chunk for chunk in theirs.chunks if chunk not in known.chunks]
             for box in part.places:
@@ -149,8 +149,8 @@ class LocalFiles(StoredCheckpoint):
                 raise ClaimError(f"{told} is not there")
         if told.read_text(errors="replace") != self.content["parts"][rank]:
             raise CheckpointError(
-                f"{own / SUM} is not what was saved here: it was changed, or is of another "
-                "checkpoint; take another checkpoint"
+                f"{own / SUM} was changed since it was saved, or belongs to another "
+                "checkpoint: load another checkpoint"
             )
         return Index(own, read_index(own), alone=True)
 
@@ -228,7 +228,9 @@ def open_checkpoint(folder: Path, here: Here | None = None) -> StoredCheckpoint:
             return TorchFiles(folder, None)
         content = read_index(folder)
         if "world_size" not in content:
-            raise CheckpointError(f"{folder} is the part of one rank: load {folder.parent}")
+            raise CheckpointError(
+                f"{folder} is the part of one rank: load the whole checkpoint, {folder.parent}"
+            )
         written_as = content.get(WRITTEN_AS, "fully_reshardable")
         if written_as not in FORMATS:
             raise CheckpointError(

@@ -164,12 +164,16 @@ def names_that_fit(
         raise CheckpointError(_sentence("the checkpoint has more than is here", more))
     common = [name for name in wanted if name in stored]
     if not common:
-        raise CheckpointError("the checkpoint has nothing that is here: is it of another model?")
+        raise CheckpointError(
+            "the checkpoint has none of the names of this model and optimizer: it was "
+            "probably saved from another model"
+        )
     for name in common:
         if stored[name].size != wanted[name].shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(stored[name].size)} in the checkpoint and "
-                f"{tuple(wanted[name].shape)} here: load it into the model that it was saved from"
+                f"{tuple(wanted[name].shape)} in this model: load it into the model "
+                "that it was saved from"
             )
     return common
 

@@ -86,7 +86,9 @@ class Pieces(Tensor):
         if func is torch.ops.aten.detach.default:
             (own,) = args
             return Pieces(own.shape, own.dtype, own.device, own.held)
-        raise TypeError(f"{func} cannot run on pieces of a tensor: they are saved and loaded only")
+        raise TypeError(
+            f"{func} cannot run on the shards of a checkpoint, which can only be saved and loaded"
+        )
 
     # --- for torch.distributed.checkpoint -------------------------------------------------
 
@@ -140,8 +142,8 @@ def model_tensors(model: nn.Module) -> Tensors:
     for name, value in state_dict.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{name!r} in the model's state_dict is a {type(value).__name__}, and only tensors "
-                "are stored with a model: give it in extra="
+                f"{name!r} in the model's state_dict is a {type(value).__name__}, and "
+                "only tensors are stored with a model: pass it in extra="
             )
         box = _held_here(value.detach())
         found[name] = Pieces(value.shape, value.dtype, box.tensor.device, [box])
@@ -267,7 +269,8 @@ def tensors_of(
     """The tensors of both, or of one of them; `remainders`: what `state_tensors` tells."""
     if model is None and opt is None:
         raise CheckpointError(
-            "there is nothing to save or load: give a model, an optimizer or both"
+            "neither a model nor an optimizer was given, so there is nothing to save "
+            "or load: pass one of them or both"
         )
     of_model = {} if model is None else model_tensors(model)
     return (of_model if opt is None else state_tensors(opt, remainders)) | of_model
@@ -284,8 +287,8 @@ def group_facts(opt: RuleOptimizer) -> list[GroupFacts]:
         for name in map(whole_name, parameter_names(group, index)):
             if group_of.setdefault(name, index) != index:
                 raise CheckpointError(
-                    f"parts of {name!r} are in several groups, and it is saved as one parameter: "
-                    "put all of them into one"
+                    f"shards of parameter {name!r} are in several param_groups, and it "
+                    "is saved as one: put all of them into one group"
                 )
     for index, group in enumerate(opt.param_groups):
         others = {key: value for key, value in group.items() if isinstance(value, PLAIN)}
@@ -330,8 +333,9 @@ def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -
         for name, saved in own:
             if saved["rule"] != group["rule"]:
                 raise CheckpointError(
-                    f"parameter {name!r} was trained with rule {saved['rule']!r} and has "
-                    f"{group['rule']!r} here: give it the same rule, or load the model alone"
+                    f"parameter {name!r} was trained with rule {saved['rule']!r} and "
+                    f"has rule {group['rule']!r} in this optimizer: give it the same "
+                    "rule, or load the model alone, without optimizer="
                 )
             kept_as_here = {"state_dtypes": group.get("state_dtypes")}
             changes = decisive_changes(
@@ -339,8 +343,9 @@ def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -
             )
             if changes and not partial:
                 raise CheckpointError(
-                    f"parameter {name!r} was saved with options that its state depends on and that "
-                    f"differ here ({changes}): build the optimizer with the saved values"
+                    f"parameter {name!r} was saved with options that its state depends "
+                    f"on, and this optimizer has others ({changes}): build the "
+                    "optimizer with the saved values"
                 )
     if not partial:
         for index, (group, _, own) in enumerate(members):
@@ -355,9 +360,10 @@ def _refuse_mixed(index: int, group: Group, members: Sequence[tuple[str, Group]]
         for key in keys:
             if saved.get(key) != before.get(key):
                 raise CheckpointError(
-                    f"{first!r} and {name!r} are both in param_groups[{index}], and were saved "
-                    f"with {key} = {before.get(key)} and {saved.get(key)}: put them into different "
-                    "groups, as they were, or pass partial=True to keep the value that is here"
+                    f"{first!r} and {name!r} are both in param_groups[{index}], and "
+                    f"were saved with {key} = {before.get(key)} and {saved.get(key)}: "
+                    "put them into different groups, as when they were saved, or pass "
+                    "partial=True to keep the value of this optimizer"
                 )
 
 

@@ -87,7 +87,7 @@ class _Machine:
             self.at += 1
             if code == _STOP:
                 if self._below or len(self._stack) != 1:
-                    raise PickleError("it ends with more or less than one value")
+                    raise PickleError("it does not end with exactly one value")
                 return self._stack[0]
             action = actions.get(code)
             if action is None:
@@ -121,7 +121,9 @@ class _Machine:
     def _top(self, kind: type) -> Any:
         top = self._stack[-1]
         if type(top) is not kind:
-            raise PickleError(f"it adds to a {type(top).__name__} as if it were a {kind.__name__}")
+            raise PickleError(
+                f"it appends to a {type(top).__name__} as if it were a {kind.__name__}"
+            )
         return top
 
     # --- opcodes ----------------------------------------------------------------------------
@@ -205,11 +207,11 @@ class _Machine:
 
     def _named(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise PickleError("it names something by what is no text")
+            raise PickleError("it names a class or function by something other than text")
         found = self._table.names.get((module, name))
         if found is None:
             full = f"{module}.{name}"
-            raise PickleError(f"it asks for {full if full.isprintable() else repr(full)}"[:200])
+            raise PickleError(f"it refers to {full if full.isprintable() else repr(full)}"[:200])
         self._stack.append(found)
 
     def _global(self) -> None:
@@ -224,24 +226,24 @@ class _Machine:
         """REDUCE and NEWOBJ: a value of a Maker and a tuple."""
         arguments, maker = self._stack.pop(), self._stack.pop()
         if type(maker) is not Maker or type(arguments) is not tuple:
-            raise PickleError(f"it calls a {type(maker).__name__}, which makes nothing")
+            raise PickleError(f"it calls a {type(maker).__name__}, which is no class or function")
         for own in arguments:
             if type(own) in _SIZED:
                 self._left -= len(own)
         if self._left < 0:
-            raise PickleError("it makes more of its values than its size allows")
+            raise PickleError("it expands to more values than its size allows")
         self._stack.append(maker.make(*arguments))
 
     def _build(self) -> None:
         state = self._stack.pop()
         build = self._table.build.get(type(self._stack[-1]))
         if build is None:
-            raise PickleError(f"it gives a {type(self._stack[-1]).__name__} a state")
+            raise PickleError(f"it sets the state of a {type(self._stack[-1]).__name__}")
         build(self._stack[-1], state)
 
     def _stored(self) -> None:
         if self._persistent is None:
-            raise PickleError("it refers to something that is stored beside it")
+            raise PickleError("it refers to an object that is stored outside of it")
         self._stack.append(self._persistent(self._stack.pop()))
 
 

@@ -134,7 +134,7 @@ def _refuse_different_things(owners: list[Owners]) -> None:
         for name, members in of_rank.items():
             if known.setdefault(name, members) != members:
                 raise CheckpointError(
-                    f"parameter {name!r} is one on ranks {list(known[name])} and another on ranks "
-                    f"{list(members)}, and one of them would be lost: give them different names, "
-                    "or make them one DTensor"
+                    f"parameter {name!r} is one tensor on ranks {list(known[name])} and "
+                    f"another on ranks {list(members)}, and one of them would be lost: "
+                    "give them different names, or make them one DTensor"
                 )

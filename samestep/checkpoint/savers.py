@@ -71,7 +71,9 @@ class Saver:
                 with suppress(OSError):
                     self.folder.rmdir()
                 raise
-        raise CheckpointError(f"{path} cannot be begun: {self.parent} is cleaned all the time")
+        raise CheckpointError(
+            f"{path} cannot be written: another process keeps deleting files in {self.parent}"
+        )
 
     @property
     def has_mark(self) -> bool:
@@ -97,7 +99,7 @@ class Saver:
         lock = self.parent / TURN
         if self._turn is None or _identity(lock) != self._turn:
             raise CheckpointError(
-                f"{lock} was taken away from this process, or removed, while it saved: save again"
+                f"{lock} was deleted or taken by another process during the save: save again"
             )
 
     def _take_turn(self) -> int | None:
@@ -131,16 +133,18 @@ class Saver:
         owner = owner_in(lock)
         if owner is None and quiet > WRITTEN_S and _size(lock) != 0:
             raise CheckpointError(
-                f"{lock} is no lock of samestep: move it elsewhere, and save again"
+                f"{lock} is in the way of samestep's lock file: move it to another "
+                "folder, and save again"
             )
         alive = is_alive(lock)
         if owner is not None and (alive is False or (alive is None and quiet > QUIET_S)):
             _break(lock, found, quiet)
         elif waited > WAIT_S:
-            who = "somebody who is not named in it" if owner is None else owner
+            who = "a process that it does not name" if owner is None else owner
             raise CheckpointError(
-                f"{lock} is held by {who}, who saves there too, and was not released in "
-                f"{WAIT_S:.0f} s: wait for it; if it is gone, remove that file"
+                f"{lock} is the lock of {who}, which is saving there too and has not "
+                f"finished in {WAIT_S:.0f} s: wait for it, or delete the file if that "
+                "process no longer runs"
             )
 
     def release(self) -> None:

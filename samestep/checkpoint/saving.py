@@ -134,9 +134,10 @@ def look(request: SaveRequest, ranks: int) -> Seen:
     wanted = FORMATS[request.format]
     if wanted.is_nested and request.optimizer is not None and request.optimizer.is_stage:
         raise CheckpointError(
-            f"format {request.format!r} has the options of all groups where torch looks for them, "
-            "and ranks of a pipeline know those of their stage: save as fully_reshardable, which "
-            f"`samestep convert PATH NEW --to {request.format}` then converts"
+            f"format {request.format!r} needs the options of all groups in one place, "
+            "and a rank of a pipeline knows only those of its stage: save with "
+            'format="fully_reshardable", and run `samestep convert PATH NEW --to '
+            f"{request.format}`"
         )
     opt = request.optimizer
     groups = [] if opt is None else group_facts(opt)
@@ -171,7 +172,8 @@ def prepare(
         folder = request.path.with_name(everyones[0][1])
         if len({as_before for as_before, _ in everyones}) > 1:
             raise CheckpointError(
-                "what is to be saved has changed on some ranks and not on others: save once more"
+                "parameters or state changed during the save on some ranks: call save "
+                "again on every rank, between steps"
             )
         if before is not None:
             plan = before
@@ -198,7 +200,8 @@ def write(prepared: Prepared, values: Values) -> None:
             return mine.write_data(SavePlan(plan.items, planner_data=plan.metadata), boxes).wait()
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{error.filename} is not there: do all ranks see the same disk?"
+                f"{error.filename} is missing on this rank: every rank must write to "
+                "the same shared file system"
             ) from None
 
     def finish() -> None:
@@ -246,7 +249,7 @@ def _check_json(what: str, value: Any) -> None:
         json.dumps(value, allow_nan=False)
         _refuse_other_keys(value)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{what} must be what JSON can have: {error}") from None
+        raise CheckpointError(f"{what} must be of types that JSON can store: {error}") from None
 
 
 def _refuse_other_keys(value: Any) -> None:
@@ -254,7 +257,9 @@ def _refuse_other_keys(value: Any) -> None:
     if isinstance(value, Mapping):
         for key, entry in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} of a dict is no text; store a list of pairs")
+                raise TypeError(
+                    f"the dict has the key {key!r}, and JSON's keys are str: store a list of pairs"
+                )
             _refuse_other_keys(entry)
     elif isinstance(value, list | tuple):
         for entry in value:

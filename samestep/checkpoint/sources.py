@@ -84,8 +84,8 @@ class Collected:
         parts = self._found.setdefault(name, _Parts(torch.Size(shape), dtype, origin, {}))
         if parts.shape != torch.Size(shape):
             raise CheckpointError(
-                f"{name} has shape {tuple(parts.shape)} in {parts.origin} and {tuple(shape)} in "
-                f"{origin}: are these files of one checkpoint?"
+                f"{name} has shape {tuple(parts.shape)} in {parts.origin} and "
+                f"{tuple(shape)} in {origin}: give files of one checkpoint"
             )
         parts.boxes.update({one[0].offsets: one for one in boxes})
 
@@ -141,8 +141,8 @@ class Collected:
         problem = uncovered(parts.shape, [box for box, _ in parts.boxes.values()])
         if problem:
             raise CheckpointError(
-                f"{name} has {problem} in {parts.origin} and beside it: "
-                "are the files of all ranks there?"
+                f"{name} has {problem} in {parts.origin} and the files beside it: copy "
+                "the files of all ranks"
             )
         return parts
 

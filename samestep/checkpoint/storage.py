@@ -328,8 +328,8 @@ class Index(StoredCheckpoint):
             )
             if place.size != box.numel * dtype.itemsize or place.start % ALIGNMENT:
                 raise ClaimError(
-                    f"a box of {name!r} of {box.sizes} in {entry['dtype']} has {place.size} bytes "
-                    f"from {place.start} on"
+                    f"a box of {name!r} of {box.sizes} in {entry['dtype']} is said to "
+                    f"have {place.size} bytes from {place.start} on"
                 )
             if place.start + place.size > self.content["files"].get(place.file, -1):
                 raise ClaimError(f"a box of {name!r} ends behind {place.file!r}, or has no file")
@@ -348,9 +348,9 @@ class Index(StoredCheckpoint):
             right = int(checksum(self._files.bytes_of(place))) == place.checksum
             if not right or self._files.padding_of(place).any():
                 raise CheckpointError(
-                    f"{self.folder / place.file} is damaged: the checksum of {index.fqn!r} at "
-                    f"{tuple(index.offset or ())} is not that of the index; take another "
-                    "checkpoint"
+                    f"{self.folder / place.file} is damaged: the checksum of "
+                    f"{index.fqn!r} at {tuple(index.offset or ())} is not that of the "
+                    "index; load another checkpoint"
                 )
 
     def read(self, box: MetadataIndex) -> Tensor:
@@ -392,8 +392,8 @@ def claims_of(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or path} cannot be read ({error.strerror or error}): take another "
-            "checkpoint"
+            f"{error.filename or path} cannot be read ({error.strerror or error}): load "
+            "another checkpoint"
         ) from None
     except ClaimError as error:
         raise CheckpointError(_not_as_claimed(path, str(error))) from None
@@ -404,7 +404,7 @@ def claims_of(path: Path) -> Iterator[None]:
 
 
 def _not_as_claimed(path: Path, why: str) -> str:
-    return f"{path} is not what it claims to be: {why}; nothing was loaded. Take another checkpoint"
+    return f"{path} has invalid contents: {why}; nothing was loaded. Load another checkpoint"
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
@@ -414,11 +414,11 @@ def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
             path = inside(folder, name)
         found = file_size(path)
         if found is None:
-            raise CheckpointError(f"{path} is missing: take another checkpoint")
+            raise CheckpointError(f"{path} is missing: load another checkpoint")
         if found != size:
             raise CheckpointError(
-                f"{path} has {found} bytes and should have {size}: it was cut "
-                "short or changed; take another checkpoint"
+                f"{path} has {found} bytes instead of {size}: it was truncated or "
+                "changed; load another checkpoint"
             )
 
 
@@ -471,13 +471,13 @@ def read_json(path: Path) -> dict[str, Any]:
         text, checksums = (_read_all(file) for file in (path, _beside(path)))
         if checksums != _sha256_line(path, text):
             raise CheckpointError(
-                f"{path} is damaged: its SHA-256 is not that of {_beside(path).name}; take another "
-                "checkpoint"
+                f"{path} is damaged: its SHA-256 is not that of {_beside(path).name}; "
+                "load another checkpoint"
             )
         try:
             content: object = json.loads(text, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
-            raise ClaimError(f"it is no JSON that is known ({str(error)[:100]})") from None
+            raise ClaimError(f"it is no valid JSON ({str(error)[:100]})") from None
         if not isinstance(content, dict):
             raise ClaimError("it is no JSON object")
         return content

@@ -235,8 +235,8 @@ class TorchFiles(StoredCheckpoint):
         for name in names:
             if found[name] != self._sums[name]:
                 raise CheckpointError(
-                    f"{self.folder / name} is damaged: its checksum is not that of {INDEX}; take "
-                    "another checkpoint"
+                    f"{self.folder / name} is damaged: its checksum is not that of "
+                    f"{INDEX}; load another checkpoint"
                 )
 
 
@@ -316,15 +316,15 @@ def load_entry(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
     if info.transform_descriptors:
         how = ", ".join(info.transform_descriptors)
         raise CheckpointError(
-            f"{path}: {index.fqn!r} was written through {how}, which is not known here: save it "
-            "without"
+            f"{path}: {index.fqn!r} was written with {how}, which samestep cannot read: "
+            "save it without that"
         )
     try:
         return read_archive(Files(folder).part_of(info.relative_path, info.offset, info.length))
     except PickleError as error:
         raise CheckpointError(
-            f"{path} is not what it claims to be: {index.fqn!r} in it is more than tensors and "
-            f"plain values ({error}); nothing of it was run. Take another checkpoint"
+            f"{path} has invalid contents: {index.fqn!r} is more than tensors and plain "
+            f"values ({error}); no code of it was run. Load another checkpoint"
         ) from None
     except Exception as error:  # what is damaged can raise anything
         reason = str(error).split("\n")[0]
@@ -339,8 +339,8 @@ def _load_chunk(
     if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (box.sizes, dtype):
         there = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found)
         raise CheckpointError(
-            f"{METADATA} is not what it claims to be: {index.fqn!r} at {box.offsets} is announced "
-            f"as {box.sizes} {dtype}, and the file has {there}. Take another checkpoint"
+            f"{METADATA} does not fit its files: it has {index.fqn!r} at {box.offsets} "
+            f"as {box.sizes} {dtype}, and the file has {there}. Load another checkpoint"
         )
     return found
 
@@ -364,12 +364,12 @@ def _unpickled(path: Path) -> Metadata:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except PickleError as error:
         raise CheckpointError(
-            f"{path} is not what it claims to be, metadata of torch's checkpoints: {error}, and no "
-            "metadata does; nothing of it was run. Do not load it with torch, which may run it; "
-            "take another checkpoint"
+            f"{path} is no valid metadata of torch.distributed.checkpoint: {error}; no "
+            "code of it was run. Do not load it with torch, which may run it; load "
+            "another checkpoint"
         ) from None
     if type(found) is not Metadata:
-        raise ClaimError("it is no metadata of torch's checkpoints")
+        raise ClaimError("it is no metadata of torch.distributed.checkpoint")
     return found
 
 
@@ -378,12 +378,12 @@ def _check_metadata(folder: Path, metadata: Metadata) -> None:
     left: dict[str, int] = {}  # bytes of each file that no entry has yet
     for index, info in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(info) is not Place:
-            raise ClaimError("it has other things than places of entries")
+            raise ClaimError("it has other things than storage places")
         name = info.relative_path
         if name not in sizes:
             sizes[name] = size = file_size(inside(folder, name))
             if size is None:
-                raise CheckpointError(f"{folder / name} is missing: take another checkpoint")
+                raise CheckpointError(f"{folder / name} is missing: load another checkpoint")
             left[name] = size
         if info.offset + info.length > (sizes[name] or 0):
             raise ClaimError(f"{index.fqn!r} ends behind {name!r}, which was cut short")
@@ -416,7 +416,7 @@ def _check_chunks(metadata: Metadata, key: str, entry: TensorStorageMetadata) ->
 def _place_of(metadata: Metadata, index: MetadataIndex) -> Place:
     place: Place | None = metadata.storage_data.get(index)
     if place is None:
-        raise ClaimError(f"it does not say where {index.fqn!r} at {index.offset} is")
+        raise ClaimError(f"it lacks the file of {index.fqn!r} at {index.offset}")
     return place
 
 

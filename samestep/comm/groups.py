@@ -127,7 +127,8 @@ class GroupRegistry(threading.local):
             rank = dist.get_rank(handle)
             if rank < 0:
                 raise ValueError(
-                    f"rank {dist.get_rank()} is not a member of the given process_group"
+                    f"rank {dist.get_rank()} is not a member of the given "
+                    "process_group: give each rank a group that contains it"
                 )
             members = tuple(dist.get_process_group_ranks(handle))
             known = self._by_handle[handle] = RankGroup(handle, rank, len(members), members)
@@ -142,7 +143,10 @@ class GroupRegistry(threading.local):
         whole = self.of()
         members = tuple(sorted(set(ranks)))
         if not members or not set(members) <= set(whole.members):
-            raise ValueError(f"no group can be made of ranks {list(members)} of {whole.size}")
+            raise ValueError(
+                f"a process group of ranks {list(members)} is impossible: ranks must be "
+                f"different and below {whole.size}"
+            )
         if len(members) == whole.size:
             return whole
         if members not in self._by_members:

@@ -94,8 +94,9 @@ def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
         boxes = (*boxes[: group.rank], mine, *boxes[group.rank + 1 :])
     if here != mine.sizes:
         raise ValueError(
-            f"rank {dist.get_rank()} holds {here} of it and should hold "
-            f"{mine.sizes} by its placements {tensor.placements}"
+            f"rank {dist.get_rank()} holds a shard of shape {here}, and by its "
+            f"placements {tensor.placements} it should have {mine.sizes}: build the "
+            "DTensor with distribute_tensor or fully_shard"
         )
     return RankBoxes(boxes, copies)
 
@@ -181,6 +182,6 @@ def _cut(placement: object) -> Cut:
         factor = getattr(placement, "split_factor", 1)
         return Cut(placement.dim, factor, strided=name == "_StridedShard")  # type: ignore[attr-defined]
     raise ValueError(
-        f"placement {placement} cannot be supported: parameters are replicated or sharded on each "
-        "mesh axis (a partial one must be reduced first)"
+        f"placement {placement} of a parameter is not supported: give parameters that "
+        "are Replicate() or Shard() on each mesh axis, and reduce a Partial() one first"
     )

@@ -99,13 +99,14 @@ class OrderedReduceScatter:
     def _check(self, shards: RankGroup, op: object) -> None:
         if op != dist.ReduceOp.SUM:
             raise RuntimeError(
-                f"{self._name}: torch asks for {op} in place of a sum; do not call "
+                f"{self._name}: torch asks for {op} instead of a sum: do not call "
                 "set_force_sum_reduction_for_comms(False) after use_ordered_reduction"
             )
         if shards.members != self._row:
             raise RuntimeError(
-                f"{self._name}: sharded over ranks {shards.members}, and its mesh has "
-                f"{self._row}; the first axes of a mesh must be those of FSDP, in rank order"
+                f"{self._name}: it is sharded over ranks {shards.members}, and the "
+                f"first axes of its mesh have {self._row}: give a mesh whose first axes "
+                "are FSDP's, in rank order"
             )
 
 
@@ -117,7 +118,8 @@ def _ordered(name: str, module: nn.Module) -> OrderedReduceScatter | None:
         return None
     if len(ranks[0]) == 1:
         raise ValueError(
-            f"{what} is replicated on {len(ranks)} ranks and not sharded, and torch lets nobody "
-            "replace that sum: use a mesh that shards, or plain parameters"
+            f"{what} is replicated on {len(ranks)} ranks and not sharded, and torch "
+            "does not let that all-reduce be replaced: use a mesh with a shard axis "
+            "above 1, or plain parameters"
         )
     return OrderedReduceScatter(f"reduction of {what}", ranks)

@@ -268,10 +268,10 @@ class CallComparison:
             f"{ranks_text(ranks, math.inf)}: {self._told(c)}" for c, ranks in sides.items()
         )
         raise RanksDisagreeError(
-            f"ranks are about to do different things with an FSDP2 model, which would mix up their "
-            f"parameters or hang. {told}. A rank that does not use a module calls "
-            "samestep.fsdp.skip(module, x) in its place; one without a loss skips the model and "
-            "goes backward from there"
+            "ranks are about to run different modules of an FSDP2 model, which would "
+            f"mix up parameters or hang. {told}. On a rank that does not use a module, "
+            "call samestep.fsdp.skip(module, x) in its place; on a rank without a "
+            "loss, skip the whole model and call backward on the result"
         )
 
     def _told(self, code: int) -> str:

@@ -26,12 +26,16 @@ def skip(module: nn.Module, x: Tensor) -> Tensor:
     """
     participation = participation_of(module)
     if participation is None:
-        raise RuntimeError("skip() is for FSDP2 modules of a model that was given to take_part()")
+        raise RuntimeError(
+            "skip() was called with a module that is not an FSDP2 module of a model given "
+            "to take_part(): call samestep.fsdp.take_part(model) first"
+        )
     if not isinstance(x, Tensor) or not x.is_floating_point():
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
-            f"skip() needs a floating tensor, got {found}: backward has to come through it; where "
-            "the input has none (tokens), give any floating tensor, such as the output's zeros"
+            f"skip() needs a floating tensor, got {found}: backward passes through it; "
+            "where the module's input is no floating tensor (token ids), give any "
+            "floating tensor, such as zeros of the output's shape"
         )
     token = cast(Tensor, _Leave.apply(x))  # type: ignore[no-untyped-call]
     return _joined(x, _pass_through(module, token, participation))

@@ -29,13 +29,13 @@ def whole_number(name: str, value: Any, least: int = 1, or_none: str = "") -> No
     """A whole number."""
     if type(value) is not int or value < least:
         raise ValueError(
-            f"{name} must be a whole number from {least} on{or_none}, got {checks.shown(value)}"
+            f"{name} must be a whole number of at least {least}{or_none}, got {checks.shown(value)}"
         )
 
 
 def _from_one_on(name: str, value: Any) -> None:
     if not (isinstance(value, int | float) and value >= 1):
-        raise ValueError(f"{name} must be a number from 1 on, got {checks.shown(value)}")
+        raise ValueError(f"{name} must be a number of at least 1, got {checks.shown(value)}")
 
 
 def _dtype(name: str, value: Any) -> None:
@@ -47,8 +47,8 @@ def process_group(name: str, value: Any) -> None:
     """A process group of torch.distributed that has this rank."""
     if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(  # what new_group() gives to ranks that are not in the group
-            f"rank {dist.get_rank()} is not a member of the given {name}: every rank passes the "
-            "group that it is in itself"
+            f"rank {dist.get_rank()} is not a member of the given {name}: give each "
+            "rank a group that contains it"
         )
     if not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         hint = "; mesh.get_group(name) gives one" if type(value).__name__ == "DeviceMesh" else ""
@@ -202,36 +202,43 @@ class Distribution:
         of_sums = (self.reduce_dtype, self.outer_group)
         yield (
             self.grads == "reduced" and (self.overlap_grad_reduce or of_sums != (None, None)),
-            "overlap_grad_reduce, reduce_dtype and outer_group concern gradients that are "
-            'averaged here, and grads="reduced" says (or a DistributedDataParallel model '
-            "implies) that they already were: leave them out, or unwrap the model",
+            "overlap_grad_reduce, reduce_dtype and outer_group concern gradients that "
+            'the optimizer averages, and with grads="reduced" (which a '
+            "DistributedDataParallel model implies) they are averaged before: leave "
+            "these keywords out, or give the optimizer the unwrapped model",
         )
         yield (
             self.grads == "reduced" and self.check_gradients,
-            "check_gradients looks at each rank's own gradients before they are averaged, and "
-            'grads="reduced" says (or a DistributedDataParallel model implies) that they already '
-            "were: leave it out (max_grad_norm=math.inf skips a step with averages that are not "
-            "finite), or unwrap the model and let the optimizer average",
+            "check_gradients looks at each rank's own gradients before the optimizer "
+            'averages them, and with grads="reduced" (which a DistributedDataParallel '
+            "model implies) they are averaged before: leave it out "
+            "(max_grad_norm=math.inf skips a step whose averages are not finite), or "
+            "give the optimizer the unwrapped model",
         )
         yield (
             self.deferred and (self.overlap_grad_reduce or flat),
-            "deferred=True makes plans in the first step, and overlap_grad_reduce and "
-            'buffers="flat" need them before its backward: leave one of them out',
+            "deferred=True plans in the first step, and overlap_grad_reduce and "
+            'buffers="flat" need the plan before the first backward: leave deferred or '
+            "the others out",
         )
         for given, what, why in (
-            (self.sharding == "none", 'sharding="none"', "they are for sharing the update"),
+            (self.sharding == "none", 'sharding="none"', "flat buffers exist to shard the update"),
             (
                 self.grads == "reduced",
                 'grads="reduced"',
                 "DistributedDataParallel has its own buffers",
             ),
-            (self.owners == "cyclic", 'owners="cyclic"', "blocks lie with those they belong to"),
-            (self.max_state_ratio is not None, "max_state_ratio", "owners are balanced by FLOPs"),
+            (
+                self.owners == "cyclic",
+                'owners="cyclic"',
+                "flat buffers keep the blocks of one parameter together",
+            ),
+            (self.max_state_ratio is not None, "max_state_ratio", "flat buffers are cut by FLOPs"),
         ):
             yield (
                 flat and given,
-                f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
-                'buffers="per_parameter"',
+                f'{what} cannot be combined with buffers="flat" ({why}): leave it out, '
+                'or give buffers="per_parameter"',
             )
         yield (
             self.overlap_param_gather and not flat,

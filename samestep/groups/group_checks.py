@@ -79,9 +79,11 @@ class GroupChecks:
             for name, old, new in zip(names, before, group["params"], strict=True):
                 if new is not old and new.shape != old.shape:
                     raise UnknownParameterError(
-                        f"{name!r} in param_groups[{index}] is a parameter of shape "
-                        f"{tuple(new.shape)}, and the group was built with another one, of shape "
-                        f"{tuple(old.shape)}: build the optimizer after changing the model"
+                        f"{name!r} in param_groups[{index}] is now another parameter, "
+                        f"of shape {tuple(new.shape)}, than the one of shape "
+                        f"{tuple(old.shape)} that the optimizer was built with: build "
+                        "the optimizer after changing the model, or call "
+                        "opt.adopt(model)"
                     )
                 found[old] = new
         problem = in_several_places((name, param) for _, name, param in members(groups))
@@ -97,8 +99,8 @@ class GroupChecks:
         if count != len(before):
             has = f"a {type(now).__name__} now" if count is None else f"{count} now"
             raise UnknownParameterError(
-                f"param_groups[{index}] was built with {len(before)} parameters and has "
-                f"{has}: add parameters through add_param_group"
+                f"param_groups[{index}] was built with {len(before)} parameters and now "
+                f"has {has}: do not change its list, call opt.add_param_group()"
             )
         return before
 
@@ -137,8 +139,8 @@ class GroupChecks:
         changes = decisive_changes(planned, group)
         if changes:
             raise RuntimeError(
-                f"param_groups[{index}] changed in a way that its state was not made for "
-                f"({changes}): set it back, or build a new optimizer"
+                f"param_groups[{index}] has changed options that its state does not fit "
+                f"({changes}): set them back, or build a new optimizer"
             )
 
     def _check_parameters(self, index: int, group: Group) -> None:
@@ -151,8 +153,8 @@ class GroupChecks:
             made_for = self._made_for.get(param)
             if made_for is None:
                 raise UnknownParameterError(
-                    f"param_groups[{index}] has a parameter that it was not built with: add it "
-                    "through add_param_group"
+                    f"param_groups[{index}] has a parameter that the optimizer was not "
+                    "built with: add it with opt.add_param_group()"
                 )
             _check_parameter(name, param, *made_for)
 
@@ -163,8 +165,8 @@ def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
     for name, param in named:
         if first.setdefault(param, name) != name:
             return (
-                f"a parameter was put in the places of several, {first[param]!r} and {name!r}: "
-                "build the optimizer after tying weights"
+                f"{first[param]!r} and {name!r} are now one parameter: build the "
+                "optimizer after tying weights"
             )
     return None
 
@@ -188,9 +190,9 @@ def _check_parameter(name: str, param: Tensor, shape: torch.Size, dtype: torch.d
         raise sparse_gradient(name)
     if param.shape != shape or math_dtype(param) != dtype:
         raise RuntimeError(
-            f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
-            f"made for {tuple(shape)} and math in {dtype}: build the optimizer after changing "
-            "the model"
+            f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, and the "
+            f"optimizer was built when it had shape {tuple(shape)} and computed in "
+            f"{dtype}: build the optimizer after changing the model"
         )
 
 

@@ -113,13 +113,13 @@ _AWAY = "leave it out"
 WAYS_OF_TORCH = {
     "foreach": None,
     "capturable": (
-        "capturable=True is for a CUDA graph around step(), which would repeat the learning rate "
-        f"of its recording: {_AWAY}; cuda_graph=True replays a step as a graph that follows "
-        "schedules"
+        "capturable=True is for a CUDA graph around step(), which would freeze the "
+        f"learning rate of its recording: {_AWAY}; cuda_graph=True replays a step as a "
+        "graph whose learning rate can change"
     ),
     "differentiable": (
-        f"differentiable=True goes through steps with autograd, which sees none here: {_AWAY}, or "
-        "take torch's optimizer for parameters that are differentiated through"
+        "differentiable=True is not supported, since steps are invisible to autograd: "
+        f"{_AWAY}, or use torch's optimizer for these parameters"
     ),
     "fused": (
         "fused=True is torch's kernel for AdamW, and Muon has none: "
@@ -208,7 +208,8 @@ def refuse_lost_keys(group: Mapping[str, Any], *, made: bool = False) -> None:
     known = set() if rule is None else options_of_rule(rule)
     for key in ALIASES.keys() & group.keys() & known if made else ():
         raise ValueError(
-            f"{key!r} is read where a group is made, and would do nothing now: set {ALIASES[key]!r}"
+            f"{key!r} is only read when a group is added, and would have no effect now: "
+            f"set {ALIASES[key]!r}"
         )
     for key in [key for key in group if key not in known]:
         reason = why_lost(key, group[key], rule)
@@ -230,15 +231,16 @@ def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
         return told
     if key in OF_THE_OPTIMIZER:
         return (
-            f"{key!r} concerns the whole optimizer, and in a group it does nothing: pass {key}= to "
-            "the optimizer"
+            f"{key!r} is an option of the whole optimizer and has no effect in a group: "
+            f"pass {key}= to the optimizer"
         )
     readers = _readers(key)
     if rule is None or not readers:
         return None
     return (
-        f"{key!r} is no option of rule {rule.name!r} but of rule {' and '.join(readers)}, so it "
-        f"would do nothing: leave it out, or take the other rule. Options of {rule.name!r} are "
+        f"{key!r} is no option of rule {rule.name!r} but of rule "
+        f"{' and '.join(readers)}, so it would have no effect: leave it out, or give "
+        f"the group the other rule. Options of {rule.name!r} are "
         f"{', '.join(sorted({*rule.defaults, 'maximize'}))}"
     )
 
@@ -252,8 +254,10 @@ def said_here(key: str, value: Any = ...) -> str | None:
     if plain and (value in peer.harmless or (peer.harmful and value not in peer.harmful)):
         return None
     if peer.here.startswith("always"):
-        return f"{key!r} is {peer.whose}; here weight decay or moments are {peer.here}"
-    return f"{key!r} is {peer.whose} spelling, which would do nothing here: write {peer.here}"
+        return (
+            f"{key!r} is {peer.whose}; in samestep weight decay or moments are set by {peer.here}"
+        )
+    return f"{key!r} is {peer.whose} spelling and has no effect in samestep: write {peer.here}"
 
 
 def likely_option(key: str, rule: Rule) -> str | None:

@@ -46,10 +46,10 @@ def warn_of_missing_group() -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
         warn_user(
-            f"{ranks} ranks were started (WORLD_SIZE={ranks} in the environment), but there is no "
-            "process group yet, so this optimizer knows of one process and every rank trains a "
-            "model of its own: call torch.distributed.init_process_group() before building it. "
-            f"{IF_MEANT}"
+            f"{ranks} ranks were started (WORLD_SIZE={ranks} in the environment), but "
+            "there is no process group yet, so this optimizer takes itself for the "
+            "only process and every rank would train its own model: call "
+            f"torch.distributed.init_process_group() before building it. {IF_MEANT}"
         )
 
 
@@ -164,10 +164,10 @@ class TrainingWatch:
         )
         if not any(param in mine for param in model.parameters()):
             raise RuntimeError(
-                f"no parameter that this optimizer has is in its model any more; {some(strange)} "
-                f"{text}Build the optimizer after fully_shard, LoRA or whatever replaces "
-                "parameters, or call opt.adopt(model) on every rank right after it, where names "
-                "and shapes are the same"
+                "no parameter that this optimizer has is in its model any more; "
+                f"{some(strange)} {text}Build the optimizer after fully_shard, LoRA or "
+                "other code that replaces parameters; where names and shapes stay the "
+                "same, calling opt.adopt(model) on every rank right after it is enough"
             )
         if not any(param.requires_grad for param in mine):
             raise RuntimeError(
@@ -318,11 +318,11 @@ class GradientEdits:
 def warn_of_reductions_in_step() -> None:
     """For overlap_grad_reduce=True beside a schedule that does not say which backward is last."""
     warn_user(
-        "overlap_grad_reduce=True reduces nothing inside backward here: a schedule of "
-        "torch.distributed.pipelining runs several backward passes, does not say which is the "
-        "last, and divides gradients after it. They are reduced in step() instead, with the same "
-        "result. samestep.parallel.Pipeline has 1F1B and interleaved with overlap; to silence this "
-        "warning, leave overlap_grad_reduce=True out"
+        "overlap_grad_reduce=True has no effect with a schedule of "
+        "torch.distributed.pipelining, which runs several backward passes without "
+        "saying which is the last: gradients are reduced in step(), with the same "
+        "result. Leave overlap_grad_reduce=True out to silence this warning, or use "
+        "samestep.parallel.Pipeline, whose 1F1B and interleaved schedules overlap"
     )
 
 
@@ -351,10 +351,11 @@ def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
     twice = [name for name, param in named if param in wrapped]
     if twice:
         warn_user(
-            f"{some(twice)}: these parameters belong to a DistributedDataParallel model, which "
-            "averages their gradients, and this optimizer averages them once more. Give it the "
-            'wrapped model, MuonAdamW(ddp_model), or pass grads="reduced"; or drop '
-            "DistributedDataParallel: this optimizer averages gradients itself"
+            f"{some(twice)}: these parameters belong to a DistributedDataParallel "
+            "model, which averages their gradients, and this optimizer would average "
+            "them again. Give it the wrapped model, MuonAdamW(ddp_model), or pass "
+            'grads="reduced"; or drop DistributedDataParallel: this optimizer averages '
+            "gradients itself"
         )
     return bool(twice)
 
@@ -394,8 +395,9 @@ def is_ddp(model: object) -> bool:
 def warn_of_outliers(index: int, group: Group) -> None:
     """An update was written that no orthogonalization gives."""
     warn_user(
-        f"an update in param_groups[{index}] ({parameter_names(group, index)[0]!r} and others) was "
-        "not finite, or larger than its orthogonalization can make it, and was written: look for "
-        "gradients that are not finite (max_grad_norm=math.inf skips their steps) and load "
-        "a checkpoint from before; metrics()['outliers'] counts such blocks"
+        f"an update in param_groups[{index}] ({parameter_names(group, index)[0]!r} and "
+        "others) was not finite, or larger than an orthogonalized update can be, and "
+        "the parameters have it now. Load an earlier checkpoint, and look for "
+        "gradients that are not finite: max_grad_norm=math.inf skips such steps. "
+        "metrics()['outliers'] counts these blocks"
     )

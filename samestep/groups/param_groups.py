@@ -324,8 +324,9 @@ def without_repeated(
         if param in kept:
             warn_user(
                 "optimizer contains a parameter group with duplicate parameters: "
-                f"{name!r} is there already, as {kept[param]!r}; it is updated once a step, where "
-                "torch's optimizers do it twice. List it once"
+                f"{name!r} is there already, as {kept[param]!r}; samestep updates it "
+                "once per step, where torch's optimizers would do it twice. List it "
+                "once"
             )
             continue
         for key in (param, name):
@@ -350,8 +351,8 @@ def refuse_lost_formats(group: Mapping[str, Any], rules: Iterable[str]) -> None:
     for key in chosen:
         if key not in known:
             raise ValueError(
-                f"state_dtypes has {key!r}, which {' or '.join(names)} does not keep; these have a "
-                f"choice: {[key for key in MOMENTS if key in known]}"
+                f"state_dtypes has {key!r}, which is no state of {' or '.join(names)}; "
+                f"choose from {[key for key in MOMENTS if key in known]}"
             )
 
 
@@ -367,7 +368,7 @@ def refuse_unsupported(
 ) -> None:
     """Only real floating parameters, the fused kernel only where it is, on XLA one program."""
     if group.get("fused") and compiled:
-        raise ValueError("fused=True and compile exclude each other: leave one of them out")
+        raise ValueError("fused=True and compile cannot be combined: leave one of them out")
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
         if not param.is_floating_point():
             # torch.optim.Muon says it so, of complex ones.
@@ -390,14 +391,14 @@ def refuse_unsupported(
         _refuse_format(name, param, group, masters=masters)
         if param.device.type == "xla" and compiled:
             raise ValueError(
-                f"compile is not for {name!r}, which is on XLA: a step is compiled there anyway; "
-                "leave it out"
+                f"compile has no use for {name!r}, which is on an XLA device, where "
+                "steps are compiled anyway: leave compile out"
             )
         if param.device.type == "xla" and ranks > 1:
             raise ValueError(
-                f"parameter {name!r} is on XLA, and there is a process group of {ranks} ranks: "
-                "devices of XLA share the work in one program without a process group "
-                "(torch_xla.runtime.use_spmd())"
+                f"parameter {name!r} is on an XLA device, and there is a process group "
+                f"of {ranks} ranks: XLA devices share one program without a process "
+                "group (torch_xla.runtime.use_spmd())"
             )
     if group.get("fused") and "cuda" in {param.device.type for param in group["params"]}:
         group["fused"] = False  # what it is for is done there anyway, where there are kernels
@@ -409,20 +410,21 @@ def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> 
     words = [chosen] if isinstance(chosen, str) else list((chosen or {}).values())
     if param.device.type == "xla" and any(isinstance(word, str) for word in words):
         raise ValueError(
-            f"state_dtypes {chosen} is not for {name!r}, which is on XLA: give dtypes, or leave it "
-            "out"
+            f"state_dtypes {chosen} is not supported for {name!r}, which is on an XLA "
+            "device: give dtypes such as torch.bfloat16, or leave it out"
         )
     kept = None if isinstance(chosen, str) else (chosen or {}).get(MASTER)
     if kept is not None and not masters:
         what = f'"{kept}"' if isinstance(kept, str) else kept
         raise ValueError(
-            f'state_dtypes["{MASTER}"] is {what}, and there are no master copies of {name!r}: '
+            f'state_dtypes["{MASTER}"] is {what}, and {name!r} has no main parameters: '
             "build the optimizer with master_weights=True"
         )
     if kept == REMAINDER and param.dtype.itemsize <= 2 and param.dtype != torch.bfloat16:
         raise ValueError(
-            f'state_dtypes["master_weight"] is "{REMAINDER}", which is what a master copy has '
-            f"beyond bfloat16, and {name!r} has dtype {param.dtype}: give it torch.float32"
+            f'state_dtypes["master_weight"] is "{REMAINDER}", which stores the bits of '
+            f"main parameters beyond bfloat16, and {name!r} has dtype {param.dtype}: "
+            "give torch.float32"
         )
 
 
@@ -435,7 +437,8 @@ def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list
         for pattern in split_sizes:
             if not any(name_matches(name, pattern) for name in names):
                 raise ValueError(
-                    f"split_sizes: {pattern!r} matches none of the group's parameters "
+                    f"split_sizes: {pattern!r} matches none of the names of the group's "
+                    "parameters "
                     f"({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
                 )
     blocks: list[list[Block] | None] = []

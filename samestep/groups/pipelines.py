@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 WAY_OF_STAGES = (
-    "For stages of a pipeline pass process_group=, the ranks that hold this stage (also if it is "
-    "this rank alone), and stage_group=, one rank of each stage (the group= of a PipelineStage)"
+    "For stages of a pipeline pass process_group=, the ranks that hold this stage "
+    "(even if it is only this rank), and stage_group=, one rank of each stage (the "
+    "group= of a PipelineStage)"
 )
 _without_instances: dict[type, int] = {}  # how many references classes had
 _PIPELINING = "torch.distributed.pipelining"

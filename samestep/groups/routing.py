@@ -376,10 +376,10 @@ def _warn_of_guesses(given: Routable, guessed: Mapping[str, Group]) -> None:
                 key: value for key, value in told.items() if key not in ("role", "reason")
             }
     warn_user(
-        "no recipe knows the experts of this model, so names and shapes decide: "
-        f"{some(kinds, 6)}. Stacks go to Muon, matrix by matrix, and routers to AdamW; "
-        "table() marks them as guessed. Where that is right, this says so and ends the warning: "
-        f"overrides={spelled}"
+        "no recipe knows the experts of this model, so their rules are guessed from "
+        f"names and shapes: {some(kinds, 6)}. Stacks go to Muon, matrix by matrix, and "
+        "routers to AdamW; opt.table() marks them as guessed. If that is right, "
+        f"confirm it, which ends this warning: overrides={spelled}"
     )
 
 
@@ -406,8 +406,9 @@ def route_explicit(
             for parameter in matching(matcher, given, "groups"):
                 if parameter.name in taken:
                     raise ValueError(
-                        f"parameter {parameter.name!r} is covered twice: by "
-                        f"{taken[parameter.name]!r} and by {matcher!r}; let only one match it"
+                        f"parameter {parameter.name!r} is matched by two entries, "
+                        f"{taken[parameter.name]!r} and {matcher!r}: let only one match "
+                        "it"
                     )
                 taken[parameter.name] = matcher
                 members.append((parameter.name, parameter.param))
@@ -470,8 +471,9 @@ def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[
                 earlier = source.setdefault((parameter.name, key), matcher)
                 if earlier is not matcher and asked[parameter.name][key] != value:
                     raise ValueError(
-                        f"parameter {parameter.name!r} is covered twice: {earlier!r} and "
-                        f"{matcher!r} give different values for {key!r}; let only one match it"
+                        f"parameter {parameter.name!r} is matched by two entries, "
+                        f"{earlier!r} and {matcher!r}, with different values of "
+                        f"{key!r}: let only one match it"
                     )
                 asked[parameter.name][key] = value
     return asked
@@ -592,6 +594,7 @@ class Elsewhere(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Nobody has asked it for anything but where it is."""
         raise RuntimeError(
-            "this module is in another pipeline stage: call the pipeline, not the model, and let "
-            "the functions of its plan use the modules of their own stage"
+            "this module is in another pipeline stage: call the pipeline instead of "
+            "the model, and use only modules of the same stage in the functions of its "
+            "plan"
         )

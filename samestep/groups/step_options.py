@@ -72,7 +72,7 @@ class StepOptions:
         check_fields(self)
         if self.cuda_graph and self.compile:
             raise ValueError(
-                "cuda_graph=True and compile exclude each other: leave one of them out"
+                "cuda_graph=True and compile cannot be combined: leave one of them out"
             )
         if self.cuda_graph and self.clipped_rules:
             raise ValueError(

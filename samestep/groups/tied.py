@@ -48,9 +48,10 @@ def refuse_replaced(model: nn.Module) -> None:
             if param.requires_grad and not places_of(param):
                 kind = "became a DTensor" if mesh_of(param) is not None else "was replaced"
                 raise ValueError(
-                    f"parameter '{path}.{name}' is tied over pipeline stages, and {kind} since: "
-                    "FSDP2, tensor parallel and copies of a stage lose the tie. Keep a copy on "
-                    "every data rank (fsdp=False, tp 1), untie it, or tie it anew"
+                    f"parameter '{path}.{name}' is tied over pipeline stages, and "
+                    f"{kind} since: FSDP2, tensor parallel and copying a stage break "
+                    "the tie. Keep a copy on every data rank (fsdp=False, tp=1), untie "
+                    "it, or call tie again"
                 )
 
 
@@ -94,8 +95,9 @@ def tied_members(group: Mapping[str, Any]) -> TiedMembers | None:
     if len(found) > 1:
         tied = [n for n, member in zip(names, members, strict=True) if places_of(_tensor(member))]
         raise ValueError(
-            f"{tied[0]!r} is tied over pipeline stages, and others of its group are not: give it a "
-            "group of its own, with the same number in all of its stages"
+            f"{tied[0]!r} is tied over pipeline stages, and other parameters of its "
+            "group are not: put it into a param_group of its own, with the same index "
+            "on all of its stages"
         )
     return TiedMembers(found.pop(), tuple(names))
 
@@ -117,13 +119,15 @@ def refuse_other_places(tied: TiedMembers, stages: RankGroup | None) -> None:
     where = f"{tied.names[0]!r} is tied over the stages of ranks {list(tied.places)} of a pipeline"
     if stages is None:
         raise ValueError(
-            f"{where}, whose gradients are added up: pass process_group=, the ranks that hold this "
-            "stage (also if it is this rank alone), and stage_group=, one rank of each stage"
+            f"{where}, whose gradients are added up: pass process_group=, the ranks "
+            "that hold this stage (even if it is only this rank), and stage_group=, "
+            "one rank of each stage"
         )
     if stages.rank not in tied.places or max(tied.places) >= stages.size:
         raise ValueError(
-            f"{where}, and this is rank {stages.rank} of the {stages.size} of stage_group: give "
-            "the group of the pipeline that the model was cut for"
+            f"{where}, and this is rank {stages.rank} of the {stages.size} of "
+            "stage_group: give the stage_group of the pipeline that the model was "
+            "split for"
         )
 
 

@@ -72,7 +72,7 @@ def unwrapped(optimizer: Any) -> RuleOptimizer:
     while not isinstance(optimizer, RuleOptimizer):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
-            raise TypeError(f"this is for samestep's optimizers, and not for {type(optimizer)}")
+            raise TypeError(f"expected an optimizer of samestep, got {type(optimizer)}")
         optimizer = inner
     return optimizer
 
@@ -80,8 +80,8 @@ def unwrapped(optimizer: Any) -> RuleOptimizer:
 def _check_kind(kind: object) -> None:
     if not (isinstance(kind, type) and issubclass(kind, RuleOptimizer)):
         raise TypeError(
-            "kind must be samestep.MuonAdamW, samestep.Muon or samestep.AdamW, the class itself, "
-            f"got {kind!r}; options such as lr are given by keyword"
+            "kind must be samestep.MuonAdamW, samestep.Muon or samestep.AdamW, got "
+            f"{kind!r}: give the class, and options such as lr by keyword"
         )
 
 
@@ -89,10 +89,10 @@ def _refuse_second_clipping(options: dict[str, Any]) -> None:
     limit = options.get("max_grad_norm")
     if isinstance(limit, int | float | Mapping) and clips(limit):
         raise ValueError(
-            f"{limit_text(limit)} would clip what the trainer has clipped: leave it out and "
-            "say TrainingArguments(max_grad_norm=...), whose default is 1.0, or "
-            "accelerator.clip_grad_norm_. max_grad_norm=math.inf only skips steps whose gradients "
-            "are not finite"
+            f"{limit_text(limit)} would clip gradients that the trainer has clipped "
+            "already: leave it out and set TrainingArguments(max_grad_norm=...), whose "
+            "default is 1.0, or accelerator.clip_grad_norm_. max_grad_norm=math.inf "
+            "only skips steps whose gradients are not finite"
         )
 
 

@@ -84,20 +84,21 @@ class Optimizers(OptimizersContainer):
 def _refuse(config: Optimizers.Config) -> None:
     if config.param_groups:
         raise ValueError(
-            "param_groups are for torchtitan's own optimizers, and this one chooses rules by "
-            'itself: say options={"overrides": {"<pattern>": {"rule": "adamw", "lr": ...}}} for '
-            "what is to be different"
+            "param_groups are for torchtitan's own optimizers, and samestep's chooses "
+            'rules by itself: for exceptions give options={"overrides": {"<pattern>": '
+            '{"rule": "adamw", "lr": ...}}}'
         )
     if config.implementation == "fused_opt_states_bf16":
         raise ValueError(
-            'implementation="fused_opt_states_bf16" is for torch\'s AdamW: say '
-            'options={"state_dtypes": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}}, '
-            'and "momentum_buffer" for Muon'
+            'implementation="fused_opt_states_bf16" is for torch\'s AdamW: give '
+            'options={"state_dtypes": {"exp_avg": torch.bfloat16, "exp_avg_sq": '
+            'torch.bfloat16}}, and "momentum_buffer" for Muon'
         )
     if config.options.get("max_grad_norm") is not None:
         raise ValueError(
-            f"max_grad_norm={config.options['max_grad_norm']} would clip what torchtitan has "
-            "clipped: leave it out and say training.max_norm, whose default is 1.0"
+            f"max_grad_norm={config.options['max_grad_norm']} would clip gradients that "
+            "torchtitan has clipped already: leave it out and set training.max_norm, "
+            "whose default is 1.0"
         )
 
 

@@ -125,8 +125,9 @@ class Table:
             return
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "step() is being captured by torch.cuda.graph, which would keep today's learning "
-                "rates and gradients for good: give the optimizer cuda_graph=True instead"
+                "step() is being captured by torch.cuda.graph, which would replay the "
+                "learning rates and gradients of the recording for ever: give the "
+                "optimizer cuda_graph=True instead"
             )
         # Tensors come back to where they were, step after step: most tables are known.
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

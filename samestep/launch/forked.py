@@ -92,7 +92,7 @@ def run_forked(
         RanksFailed: If any rank raised, died, or did not return in time.
     """
     if _libc is None:
-        raise RuntimeError("ranks can be forked on Linux only; start them with torchrun")
+        raise RuntimeError("ranks can be forked only on Linux: start them with torchrun")
     fork = multiprocessing.get_context("fork")
     # OpenMP keeps a pool of workers per thread, and a fork does not copy the workers: the child
     # of a thread that has used OpenMP can hang in a matrix product, even with one thread. So a

@@ -60,8 +60,10 @@ class QKHeads:
         for part, head in sorted(wanted ^ (found - rotary)):
             known = (part, head) in wanted
             raise ValueError(
-                f"{'no' if known else 'some'} rows of {sorted(self.weights)} are said to be {part} "
-                f"of head {head}, and there are {self.heads} query and {self.kv_heads} key heads"
+                f"QKHeads: {'no' if known else 'some'} rows of the weights "
+                f"{sorted(self.weights)} are given as {part} of head {head}, and there "
+                f"are {self.heads} query and {self.kv_heads} key heads: give the rows "
+                "of each head once"
             )
 
     @classmethod
@@ -101,9 +103,10 @@ class QKHeads:
         wanted = tuple(size // split.groups for size in sizes)
         if split.sizes != wanted or any(size % head_dim for size in split.sizes):
             raise ValueError(
-                f"split_sizes {split_sizes!r} of {weight!r} are {split.sizes} in each of "
-                f"{split.groups} groups, and {heads} query heads and {kv_heads} key and value "
-                f"heads of {head_dim} rows must be {wanted}, with whole heads in each group"
+                f"split_sizes {split_sizes!r} of {weight!r} are {split.sizes} in each "
+                f"of {split.groups} groups, and {heads} query heads and {kv_heads} key "
+                f"and value heads of {head_dim} rows must be {wanted}, with whole heads "
+                "in each group: correct heads, kv_heads, head_dim or split_sizes"
             )
         rows, counts = list[HeadRows](), {"q": 0, "k": 0, None: 0}
         parts: tuple[Part, ...] = ("q", "k", None)

@@ -118,8 +118,10 @@ def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
                 before *= mesh_shape[other]
         if cuts[axis].split_factor != before:
             raise ValueError(
-                f"mesh axis {axis} shards dim {cuts[axis].dim} in strides of "
-                f"{cuts[axis].split_factor}, and the axes to its right have cut it into {before}"
+                f"mesh axis {axis} shards dim {cuts[axis].dim} as _StridedShard with "
+                f"split_factor {cuts[axis].split_factor}, and the mesh axes to its "
+                f"right cut it into {before}: build the DTensor with fully_shard over "
+                "tensor parallel, which sets it"
             )
         yield axis
 

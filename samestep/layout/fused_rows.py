@@ -41,16 +41,16 @@ class FusedRows(NamedTuple):
             sizes, groups = split_of(given, rows)
             if groups > 1:
                 raise ValueError(
-                    f"is rows {self.start} to {self.stop} of {rows}, and split_sizes {given!r} of "
-                    f"{self.whole!r} has rows of each matrix in every group: do not divide it by "
-                    "matrices, cut it by its rows"
+                    f"is rows {self.start} to {self.stop} of {rows}, and split_sizes "
+                    f"{given!r} of {self.whole!r} mixes rows of all parts in every "
+                    "group, so that no part is contiguous: give row counts instead"
                 )
         ends = list(accumulate(sizes))
         if ends[-1:] != [rows] or not {self.start, self.stop} <= {0, *ends}:
             raise ValueError(
-                f"is rows {self.start} to {self.stop} of {rows}, and split_sizes {tuple(sizes)} of "
-                f"{self.whole!r} do not end a block there: give the sizes of all its parts, each "
-                "of which may be cut further"
+                f"is rows {self.start} to {self.stop} of {rows}, and split_sizes "
+                f"{tuple(sizes)} of {self.whole!r} have no boundary there: give "
+                "split_sizes with one entry or more for each part of the fused weight"
             )
         return tuple(n for n, end in zip(sizes, ends, strict=True) if self.start < end <= self.stop)
 
@@ -79,8 +79,9 @@ def in_order(names: Iterable[str]) -> list[FusedRows]:
     for part in parts:
         if part.start != end:
             raise ValueError(
-                f"rows {end} to {part.start} of {part.whole!r} are not here: a fused parameter is "
-                "trained or frozen, saved and loaded as a whole"
+                f"rows {end} to {part.start} of {part.whole!r} are missing: the parts "
+                "of a fused parameter must be trained or frozen, saved and loaded "
+                "together"
             )
         end = part.stop
     return parts

@@ -82,8 +82,9 @@ def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
         raise ValueError(f"has split_sizes {_brief(sizes)}: they must be whole numbers above 0")
     if sum(sizes) != rows:
         raise ValueError(
-            f"has split_sizes {_brief(sizes)}, which add up to {sum(sizes)}, but each of its "
-            f"matrices has {rows} rows: make them add up to {rows}"
+            f"has split_sizes {_brief(sizes)}, which add up to {sum(sizes)}, but each "
+            f"of its matrices has {rows} rows: change the sizes or the number of groups "
+            f"rows: make them add up to {rows}"
         )
     return Split(sizes)
 
@@ -96,7 +97,7 @@ def _spelled(given: str, rows: int) -> Split:
         return Split(_equal(given, rows, int(rest)))
     found = _INTERLEAVED.fullmatch(given)
     if found is None:
-        raise ValueError(f"has split_sizes {given!r}, which is not known: give {_SPELLINGS}")
+        raise ValueError(f"has split_sizes {given!r}, which has an unknown form: give {_SPELLINGS}")
     sizes, groups = tuple(map(int, found["parts"].split("+"))), int(found["groups"])
     if not groups or 0 in sizes:
         raise ValueError(f"has split_sizes {given!r}: its numbers must be above 0")
@@ -105,8 +106,8 @@ def _spelled(given: str, rows: int) -> Split:
         return _whole_if_one(Split((_equal(given, rows, parts * groups)[0],) * parts, groups))
     if sum(sizes) * groups != rows:
         raise ValueError(
-            f"has split_sizes {given!r}, which are {sum(sizes) * groups} rows, but each of its "
-            f"matrices has {rows}"
+            f"has split_sizes {given!r}, which are {sum(sizes) * groups} rows, but each "
+            f"of its matrices has {rows} rows: change the sizes or the number of groups"
         )
     return _whole_if_one(Split(sizes, groups))
 
@@ -114,8 +115,8 @@ def _spelled(given: str, rows: int) -> Split:
 def _equal(given: str, rows: int, parts: int) -> tuple[int, ...]:
     if rows % parts:
         raise ValueError(
-            f"has split_sizes {given!r}, but the {rows} rows of each of its matrices are no "
-            f"multiple of {parts}"
+            f"has split_sizes {given!r}, but the {rows} rows of each of its matrices "
+            f"are no multiple of {parts}: choose a number of parts that divides the rows"
         )
     return (rows // parts,) * parts
 

@@ -44,7 +44,7 @@ class Mesh:
         """One axis as a mesh; None where it has one rank (data is always there)."""
         if name not in self.degrees.sizes:
             known = ", ".join(self.degrees.sizes)
-            raise ValueError(f"there is no axis {name!r}; there is: {known}")
+            raise ValueError(f"the mesh has no axis {name!r}; its axes are {known}")
         return self.device_mesh[name] if name in self.degrees.axes else None
 
     @property
@@ -91,7 +91,7 @@ def build(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "a mesh divides the ranks of the default process group: call "
+            "a mesh needs the default process group: call "
             "torch.distributed.init_process_group first"
         )
     world = registry.of()
@@ -101,7 +101,7 @@ def build(
     )  # fmt: skip
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
     if limit is not None and limit <= timedelta(0):
-        raise ValueError(f"timeout must be above 0 seconds, got {limit.total_seconds():g}")
+        raise ValueError(f"mesh: timeout must be above 0 seconds, got {limit.total_seconds():g}")
     device_type = device_type or ("cuda" if "nccl" in dist.get_backend() else "cpu")
     # torch's fake backend plays one rank of a world in which nobody else answers.
     device = None if dist.get_backend() == "fake" else torch.device(device_type)
@@ -153,7 +153,10 @@ def model_axis_in_two(mesh: Mesh, sets: int) -> DeviceMesh:
     """
     degrees, device_mesh = mesh.degrees, mesh.device_mesh
     if degrees.tp % sets:
-        raise ValueError(f"tp {degrees.tp} cannot be divided into {sets} equal sets of ranks")
+        raise ValueError(
+            f"tp={degrees.tp} cannot be divided into {sets} equal sets of ranks: choose a "
+            "number that divides tp"
+        )
     copies = degrees.tp // sets
     by_set = torch.arange(degrees.world).view(-1, sets, copies)  # neighbours are along model
     across, within = by_set.mT.reshape(-1, sets).tolist(), by_set.reshape(-1, copies).tolist()
@@ -172,8 +175,8 @@ def require_single_groups() -> None:
     twice = [f"{n} groups of {ranks_text(members)}" for members, n in made.items() if n > 1]
     if twice:
         raise DuplicateGroupError(
-            f"there are {', '.join(twice)}: take groups from samestep.comm.groups.registry, which "
-            "makes one"
+            f"there are {', '.join(twice)}: take groups from "
+            "samestep.comm.groups.registry, which makes each set of ranks one group"
         )
 
 
@@ -238,7 +241,7 @@ def adopt_groups(
                 "every rank gives the groups that it is in"
             )
     if problems:
-        raise ValueError(f"groups= has a group {problems[0]}")
+        raise ValueError(f"groups= has an unusable group {problems[0]}")
     for ranks in gave.keys() - {whole.members}:
         registry.adopt(ranks, own.get(ranks))
 

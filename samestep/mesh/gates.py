@@ -94,11 +94,14 @@ def decide(
     names = {gate.name for gate in GATES}
     unknown = sorted(set(open_gates) - names)
     if unknown:
-        raise ValueError(f"there is no gate {unknown[0]!r}; there is: {', '.join(sorted(names))}")
+        raise ValueError(f"unknown gate {unknown[0]!r}; the gates are {', '.join(sorted(names))}")
     known = {gate.variable for gate in GATES}
     for variable in environment:
         if variable.startswith(PREFIX) and variable not in known:
-            raise ValueError(f"{variable} names no gate; there is: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{variable} is no environment variable of a gate; the gates are "
+                f"{', '.join(sorted(known))}"
+            )
     if not requested:
         return Decision("eager", "eager", "not asked for")
     concerned = [gate for gate in GATES if gate.closes(degrees, facts)]

@@ -19,7 +19,10 @@ LOOK: Any = {"boxstyle": "round,pad=0,rounding_size=0.12", "linewidth": 1.3}
 def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
     """Frames inside frames, one per place on each axis; a PNG."""
     if degrees.world > MOST_RANKS:
-        raise ValueError(f"a picture has room for {MOST_RANKS} ranks, not for {degrees.world}")
+        raise ValueError(
+            f"a picture can show at most {MOST_RANKS} ranks, and the mesh has "
+            f"{degrees.world}: leave the picture out"
+        )
     nested = [(axis, degrees.sizes[axis]) for axis in FRAMES if axis in degrees.axes]
     width, height = _size(nested, degrees.tp)
     scale = min(0.75, 24 / width, 24 / height)

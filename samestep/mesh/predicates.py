@@ -118,8 +118,9 @@ def _compared(
         ]
     if problems:
         raise RanksDisagreeError(
-            f"ranks do not run the same code: {'; '.join(problems)}. Build the mesh from the same "
-            "arguments everywhere, and decide from its degrees alone"
+            f"ranks have decided differently: {'; '.join(problems)}. Build the mesh "
+            "from the same arguments on every rank, and let only its degrees decide "
+            "what runs"
         )
     return {
         "mesh": mesh.name,

@@ -50,10 +50,14 @@ class SpmdMesh:
         cutting = [axis for axes in spec for axis in axes]
         unknown = [axis for axis in cutting if axis not in sizes]
         if unknown:
-            raise SpmdMeshError(f"there is no axis {unknown[0]!r}; there is: {', '.join(sizes)}")
+            raise SpmdMeshError(
+                f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(sizes)}"
+            )
         twice = [axis for axis, count in Counter(cutting).items() if count > 1]
         if twice:
-            raise SpmdMeshError(f"the spec {spec} has the axis {twice[0]!r} twice")
+            raise SpmdMeshError(
+                f"the spec {spec} uses the axis {twice[0]!r} twice: an axis can shard only one dim"
+            )
         order = [*cutting, *(axis for axis in sizes if axis not in cutting)]
         places = torch.tensor(self.devices).view(tuple(sizes.values()))
         moved = places.permute([list(sizes).index(axis) for axis in order])
@@ -116,8 +120,8 @@ def build_spmd(
     known = runtime.spmd_devices()
     if pp != 1:
         raise DegreesError(
-            f"pp is {pp}, and one XLA program has no pipeline stages: leave pp out, and cut layers "
-            "with tp, ep and the data axis"
+            f"pp is {pp}, and pipeline stages are not supported in one XLA program: "
+            "leave pp out, and shard with tp, ep and the data axis"
         )
     degrees = Degrees(
         len(known), pp, replicate, ep, tp, sequence_parallel, expert_tensor_parallel,
@@ -161,8 +165,8 @@ def devices_of(mesh: Any, degrees: Degrees, known: Sequence[int]) -> tuple[int, 
         )
     if problems:
         raise SpmdMeshError(
-            f"the given mesh does not fit: {'; '.join(problems)}. Make one with the axes {wanted}, "
-            "or leave mesh= out"
+            f"the given mesh does not fit: {'; '.join(problems)}. Build one with the "
+            f"axes {wanted}, or leave mesh= out"
         )
     order = [list(given).index(axis) for axis in sizes if axis in given]
     return tuple(torch.tensor(ids).view(shape).permute(order).flatten().tolist())

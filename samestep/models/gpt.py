@@ -88,7 +88,10 @@ class GPTConfig:
             return
         for name in ("shared_experts", "null_experts", "balance_loss", "z_loss"):
             if getattr(self, name):
-                raise ValueError(f"{name} is {getattr(self, name)}, and there are no experts")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, and the model has no experts: set "
+                    "experts= above 0 too"
+                )
 
     @property
     def choices(self) -> int:
@@ -328,7 +331,9 @@ class GPT(nn.Module):
         """Return the logits (B, T, V) of the token after each one in ``tokens`` (B, T)."""
         length = tokens.shape[1]
         if length > self.config.context:
-            raise ValueError(f"{length} tokens do not fit a context of {self.config.context}")
+            raise ValueError(
+                f"{length} tokens are more than the model's context of {self.config.context}"
+            )
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.embedding(tokens)
         for block in self.blocks:

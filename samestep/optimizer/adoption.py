@@ -118,8 +118,9 @@ class Adoption:
             return False
         if plan.distribution.overlap_param_gather:
             raise RuntimeError(
-                "parameters of the optimizer were replaced, and modules wait for those that it was "
-                "built with (overlap_param_gather): build the optimizer after wrapping the model"
+                "parameters of the optimizer were replaced, and with "
+                "overlap_param_gather modules still wait for the old ones: build the "
+                "optimizer after wrapping the model"
             )
         plan.refuse_lost_gradients()
         self._hear_of_swap(swapped, groups, state)
@@ -188,14 +189,16 @@ def params_by_name(groups: Sequence[Group], model: nn.Module) -> list[list[Tenso
         names = group.get("param_names")
         if names is None:
             raise ValueError(
-                f"param_groups[{index}] has no names to find its parameters by: build the "
-                "optimizer from a model, or from (name, parameter) pairs"
+                f"param_groups[{index}] has parameters without names, so that adopt() "
+                "cannot find their replacements: build the optimizer from a model, or "
+                "from (name, parameter) pairs"
             )
         missing = [name for name in names if without_wrappers(name) not in there]
         if missing:
             raise ValueError(
                 f"the model has no {some(missing)}, which the optimizer has in "
-                f"param_groups[{index}]; it has {some(list(there))}: build the optimizer from it"
+                f"param_groups[{index}]; it has {some(list(there))}: give adopt() the "
+                "model that the optimizer was built for, or build a new optimizer"
             )
         found.append([there[without_wrappers(name)] for name in names])
     return found

@@ -157,7 +157,7 @@ class FullValues:
         known = self.by_name()
         if name not in known:
             some = ", ".join(list(known)[:6])
-            raise KeyError(f"there is no parameter {name!r}; there are {some}, ...")
+            raise KeyError(f"the optimizer has no parameter {name!r}; it has {some}, ...")
         return known[name]
 
     def holder(self, param: Tensor) -> Placement:

@@ -29,8 +29,9 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale gradients in `.grad`: not for optimizers that have yet to average them."""
         if _unscales_in_step(optimizer):
             raise RuntimeError(
-                "gradients are unscaled inside step(), where they are averaged over ranks: leave "
-                "unscale_() out, and clip with max_grad_norm instead of clip_grad_norm_"
+                "GradScaler.unscale_() is not needed: gradients are unscaled inside "
+                "step(), after averaging over ranks. Leave unscale_() out, and clip "
+                "with max_grad_norm= instead of clip_grad_norm_"
             )
         super().unscale_(optimizer)
 
@@ -42,7 +43,10 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         assert isinstance(optimizer, RuleOptimizer)
         if args or kwargs:
-            raise RuntimeError("a closure cannot be used with a GradScaler")
+            raise RuntimeError(
+                "step(closure) cannot be used with a GradScaler: call backward yourself, "
+                "and step() without a closure"
+            )
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")

@@ -166,16 +166,18 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
     saved = state_dict.get(PART) if isinstance(state_dict, Mapping) else None
     if saved is None and mine is not None and not alike:
         raise ValueError(
-            "the loaded state is that of one process, and ranks have parameters of their own by "
-            "the same names here (a process_group of a group, or stages): every rank loads the "
-            "file that it has saved, or take samestep.save and samestep.load"
+            "the loaded state is that of one process, and in this optimizer ranks have "
+            "different parameters under the same names (pipeline stages, or a "
+            "param_group with its own process_group): load on every rank the file that "
+            "it saved, or use samestep.save and samestep.load"
         )
     if saved is None or saved == mine:
         return
     if GATHERED_ON in saved:
         raise ValueError(
-            f"the loaded state is what rank {saved['rank']} gave, and all of it was gathered on "
-            f"rank {saved[GATHERED_ON]}: load the file of that rank, on every rank"
+            f"the loaded state is the remainder of rank {saved['rank']}, whose state "
+            f"was gathered on rank {saved[GATHERED_ON]}: load the file of rank "
+            f"{saved[GATHERED_ON]} on every rank"
         )
     way = (
         "every rank loads the file that it has saved, on as many ranks. To save on one rank and "
@@ -185,8 +187,8 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
     if mine is None or saved["ranks"] != mine["ranks"]:
         wanted = "all of it" if mine is None else f"one of {mine['ranks']} ranks' parts"
         raise ValueError(
-            f"the loaded state is one of {saved['ranks']} ranks' parts, and {wanted} is needed: "
-            f"{way}"
+            f"the loaded state is one part of {saved['ranks']}, saved by as many ranks, "
+            f"and {wanted} is needed: {way}"
         )
     if saved["rank"] != mine["rank"]:
         raise ValueError(
@@ -194,11 +196,12 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
             f"{mine['rank']}: {way}"
         )
     raise ValueError(
-        "the loaded state was saved with another plan of who owns what: build the optimizer with "
-        "the same model, sharding, bucket_size, crossover, owners and state_dtypes as when it was "
-        "saved. Another version of samestep may plan otherwise, as those before 8-bit state do "
-        "with state_dtypes: load the files there, on as many ranks, call samestep.save(path, "
-        "model, optimizer), and samestep.load(path, model, optimizer) here"
+        "the loaded state was saved with another assignment of parameters to ranks: "
+        "build the optimizer with the same model, sharding, bucket_size, crossover, "
+        "owners and state_dtypes as when it was saved. Another version of samestep may "
+        "assign otherwise: load the files with that version on the same number of "
+        "ranks, call samestep.save(path, model, optimizer) there, and "
+        "samestep.load(path, model, optimizer) here"
     )
 
 
@@ -316,8 +319,9 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
     changes = decisive_changes(group, merged)
     if changes:
         raise ValueError(
-            f"param_groups[{index}] was saved with options that its state depends on and that "
-            f"differ here ({changes}): build the optimizer with the saved values"
+            f"param_groups[{index}] was saved with options that its state depends on, "
+            f"and this optimizer has others ({changes}): build the optimizer with the "
+            "saved values"
         )
     return merged
 
@@ -354,9 +358,9 @@ def _refuse_broken_codes(name: str, entry: Mapping[str, Any]) -> None:
         if scales is None or codes[:-1] != scales[:-1] or codes[-1] % max(1, scales[-1]):
             has = "are not there" if scales is None else f"have shape {scales}"
             raise ValueError(
-                f"state {key!r} of {name!r} is {codes} codes of 8 bits, and their scales, "
-                f"{key + SCALE_SUFFIX!r}, {has}: the state was changed after it was saved; load "
-                "it as it was"
+                f"state {key!r} of {name!r} is {codes} codes of 8 bits, and their "
+                f"scales, {key + SCALE_SUFFIX!r}, {has}: the state was changed after it "
+                "was saved: load it unchanged"
             )
 
 
@@ -370,21 +374,22 @@ def _refuse_masters(
         return
     if key == REMAINDER_KEY and param.dtype != torch.bfloat16:
         raise ValueError(
-            f"state of {name!r} was saved with {key!r}, the bits by which a 32-bit copy differs "
-            f"from a bfloat16 parameter, and it is {dtype} here: load it into a bfloat16 model, "
-            f"with master_weights=True, or {SAVE_WHOLE}"
+            f"state of {name!r} was saved with {key!r}, the low bits of fp32 main "
+            f"parameters of a bfloat16 parameter, and the parameter is {dtype} here: "
+            f"load it into a bfloat16 model, with master_weights=True, or {SAVE_WHOLE}"
         )
     if not needs_master(param, master_weights=True):
         raise ValueError(
-            f"state of {name!r} was saved with {key!r}, the 32-bit copy of a 16-bit parameter, and "
-            f"it is {dtype} here, which has no copy: load it into a 16-bit model, with "
-            f"master_weights=True, or {SAVE_WHOLE}"
+            f"state of {name!r} was saved with {key!r}, the fp32 main parameter of a "
+            f"16-bit parameter, and the parameter is {dtype} here, without a main "
+            "parameter: load it into a 16-bit model, with master_weights=True, or "
+            f"{SAVE_WHOLE}"
         )
     if shapes.keys().isdisjoint(MASTERS):
         raise ValueError(
-            f"state of {name!r} was saved with {key!r}, for its copy in 32 bits, and there is none "
-            "here: build the optimizer with master_weights=True, or save with samestep.save and "
-            "load with samestep.load, which leaves it out"
+            f"state of {name!r} was saved with {key!r}, its fp32 main parameter, and "
+            "this optimizer has none: build the optimizer with master_weights=True, or "
+            "save with samestep.save and load with samestep.load, which leaves it out"
         )
 
 

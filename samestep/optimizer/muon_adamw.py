@@ -94,9 +94,10 @@ def _no_decay(name: str, value: Any) -> None:
     for role in roles:
         if not isinstance(role, str) or role not in ALL_ROLES:
             raise ValueError(
-                f"{name} has {checks.shown(role)}, which is no role: choose from "
-                f'{", ".join(ALL_ROLES)}, where norms, biases and other vectors are "scalar"; for '
-                'single parameters overrides={"<pattern>": {"weight_decay": 0.0}}'
+                f"{name} has {checks.shown(role)}, which is no role of a parameter: "
+                f"choose from {', '.join(ALL_ROLES)}, where norms, biases and other "
+                f'vectors are "scalar"; for single parameters overrides={{"<pattern>": '
+                f'{{"weight_decay": 0.0}}}}'
             )
 
 
@@ -458,9 +459,10 @@ def _refuse_one_rate(preset: str | None) -> None:
     muon, adamw = (preset_options(preset, rule)["lr"] for rule in ("muon", "adamw"))
     if muon != adamw:
         raise ValueError(
-            f"preset {preset!r} has a learning rate for each rule, {muon:g} for Muon and {adamw:g} "
-            "for AdamW, and lr= would be both: pass matrix_lr= for Muon, and lr= beside it for "
-            "AdamW (or embedding_lr=, unembedding_lr=, scalar_lr=); left out, each is the recipe's"
+            f"preset {preset!r} has two learning rates, {muon:g} for Muon and {adamw:g} "
+            "for AdamW, and lr= alone would set both: pass matrix_lr= for Muon and lr= "
+            "for AdamW (or embedding_lr=, unembedding_lr=, scalar_lr=), or leave them "
+            "out for the preset's"
         )
 
 
@@ -569,7 +571,8 @@ def _routed(
     if groups is not None:
         if overrides or by_role:
             raise ValueError(
-                "groups= takes the place of overrides and per-role learning rates and decays"
+                "groups= cannot be combined with overrides= or with learning rates and "
+                "weight decays of roles: set these keys in the groups"
             )
         return route_explicit(named, groups, no_decay), {}
     splits = muon_options.pop("split_sizes", None)

@@ -106,8 +106,8 @@ class OptimizerPlan:
             self.outer = registry.of(distribution.outer_group)
             if self.ranks is None:
                 raise ValueError(
-                    "process_group has one rank, so there is nothing to share inside it: leave it "
-                    "and outer_group out"
+                    "outer_group was given, and process_group has one rank, so that "
+                    "nothing is sharded inside it: leave both out"
                 )
         stages = distribution.stage_group
         if stages is not None and not isinstance(stages, str):
@@ -182,9 +182,9 @@ class OptimizerPlan:
         """
         if len(groups) < self.group_count:
             raise RuntimeError(
-                f"param_groups had {self.group_count} groups and has {len(groups)} now: a group "
-                "cannot be taken out; call requires_grad_(False) on its parameters, or build a new "
-                "optimizer"
+                f"param_groups had {self.group_count} groups and has {len(groups)} now: "
+                "groups cannot be removed: call requires_grad_(False) on their "
+                "parameters, or build a new optimizer"
             )
         for index, group in enumerate(groups[: self.group_count]):
             self.checks.counted(index, group)
@@ -193,9 +193,10 @@ class OptimizerPlan:
             if to_save and params and all(param in self.blocks for param in params):
                 continue
             raise RuntimeError(
-                f"param_groups[{index}] was put into the list, which makes no plans and no state "
-                "for it: take it out, and call opt.add_param_group({...}) on every rank, with "
-                "parameters that no other group has"
+                f"param_groups[{index}] was put into the list directly, so that its "
+                "parameters have no state: remove it, and call "
+                f"opt.add_param_group({{...}}) on every rank, with parameters that no "
+                "other group has"
             )
 
     def unplan(self, index: int, params: Iterable[Tensor]) -> None:
@@ -297,8 +298,9 @@ class OptimizerPlan:
         if stage is None or (not alone and all(mesh_of(param) is not None for param in params)):
             return
         raise ValueError(
-            f"this optimizer has parameters of stage {stage.stage_index} of a pipeline of "
-            f"{stage.num_stages}, and takes them for the whole model. {WAY_OF_STAGES}"
+            f"this optimizer has parameters of stage {stage.stage_index} of a pipeline "
+            f"of {stage.num_stages}, and no process_group= and stage_group=, so that it "
+            f"would take them for the whole model. {WAY_OF_STAGES}"
         )
 
     def refuse_norm_of_a_part(self, what: str) -> None:
@@ -344,8 +346,8 @@ class OptimizerPlan:
         """Raise where a step cannot be one graph."""
         if self._steps.cuda_graph and (self.ranks is not None or self.placed):
             raise ValueError(
-                "cuda_graph=True is for one process: what ranks send depends on who has which "
-                "gradients, which a graph cannot; leave it out"
+                "cuda_graph=True works in one process only, because what ranks send "
+                "depends on which gradients exist in a step: leave it out"
             )
 
     def refuse_lost_gradients(self) -> None:
@@ -355,9 +357,10 @@ class OptimizerPlan:
             if name is not None:
                 raise RuntimeError(
                     "parameters of the optimizer were replaced, and the gradient of "
-                    f"{name!r} on rank {placement.group.members[placement.group.rank]} was reduced "
-                    "before it heard of that: call opt.adopt(model) on every rank right after "
-                    "replacing them, before backward and synchronize()"
+                    f"{name!r} on rank {placement.group.members[placement.group.rank]} "
+                    "was already reduced for the old ones: call opt.adopt(model) on "
+                    "every rank right after replacing parameters, before backward and "
+                    "synchronize()"
                 )
 
     def follow(
@@ -468,9 +471,9 @@ def _refuse_copies_as_stages(stages: RankGroup, ranks: RankGroup | None) -> None
     both = set() if ranks is None else set(stages.members) & set(ranks.members)
     if len(both) > 1:
         raise ValueError(
-            f"stage_group has {ranks_text(sorted(both))}, which share one stage as process_group "
-            "has it, so that the norm would count that stage several times: give stage_group= one "
-            "rank of each stage, as each pipeline has them"
+            f"stage_group has {ranks_text(sorted(both))}, which process_group says hold "
+            "the same stage, so that the gradient norm would count that stage several "
+            "times: give stage_group= one rank of each stage"
         )
 
 
@@ -586,6 +589,7 @@ def _refuse_offload(steps: StepOptions, distribution: Distribution) -> None:
     for keyword in ("cuda_graph", "compile"):
         if distribution.offload is not None and getattr(steps, keyword):
             raise ValueError(
-                f"offload={distribution.offload!r} and {keyword} exclude each other (state comes "
-                "and goes in the step): leave one of them out"
+                f"offload={distribution.offload!r} and {keyword} cannot be combined, "
+                "because state moves between host and device during the step: leave "
+                "one of them out"
             )

@@ -118,7 +118,7 @@ def _refuse(shape: StepShape, maths: Sequence[GroupMath]) -> None:
     devices = sorted(map(str, _devices(shape)))
     if len(devices) > 1:
         raise RuntimeError(
-            "cuda_graph=True records the work of one device, and parameters are on "
+            "cuda_graph=True needs all parameters on one device, and they are on "
             f"{' and '.join(devices)}: leave cuda_graph out"
         )
     for number, reason in enumerate(map(_reason_against, shape.groups, maths)):
@@ -165,8 +165,8 @@ class Slots:
         end = len(self._gradients)
         if end > ROOM:
             raise RuntimeError(
-                f"cuda_graph=True has room for {ROOM} addresses of blocks, and there are {end}: "
-                "leave cuda_graph out"
+                f"cuda_graph=True supports at most {ROOM} blocks of Muon, and there are "
+                f"{end}: leave cuda_graph out"
             )
         return self._room[begin:end].view(len(addresses), -1)
 

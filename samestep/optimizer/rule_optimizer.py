@@ -103,8 +103,9 @@ class RuleOptimizer(StateAccess):
         if distribution.overlap_param_gather:
             if model is None:
                 raise ValueError(
-                    "overlap_param_gather makes modules wait for their parameters: give the model "
-                    "instead of parameters or groups (groups= can sort its parameters)"
+                    "overlap_param_gather needs the modules, which wait for their "
+                    "parameters: give the optimizer the model instead of parameters or "
+                    "groups (groups= can sort its parameters)"
                 )
             self._in_flight.watch(model)
         super().__init__(sorted_apart, defaults)
@@ -337,8 +338,9 @@ class RuleOptimizer(StateAccess):
             self._refuse_torch_scaler()
         if self._clipped and inverse_scale is not None:
             raise RuntimeError(
-                "clip_grad_norm_ was called before a GradScaler had its scale taken out of the "
-                "gradients, which happens in the step: pass max_grad_norm= to the optimizer"
+                "clip_grad_norm_ was called on gradients that are still scaled by a "
+                "GradScaler, which are unscaled inside step(): pass max_grad_norm= to "
+                "the optimizer instead"
             )
         self._clipped = False
         self._prepare_step()
@@ -377,8 +379,9 @@ class RuleOptimizer(StateAccess):
         handed_over = [self.__dict__.pop(key, None) for key in SCALER_KEYS]
         if any(value is not None for value in handed_over):
             raise RuntimeError(
-                "torch.amp.GradScaler looks at each rank's own gradients, so that its scale would "
-                "differ between ranks: use samestep.GradScaler, which takes the same arguments"
+                "torch.amp.GradScaler decides by each rank's own gradients, so that "
+                "ranks would use different scales: use samestep.GradScaler, which "
+                "takes the same arguments"
             )
 
     @torch.no_grad()
@@ -434,7 +437,7 @@ class RuleOptimizer(StateAccess):
         deferred = plan.is_deferred and plan.ranks is not None
         if plan.placed or plan.stages is not None or deferred:
             raise TypeError(
-                "an optimizer that shares its work between ranks cannot be copied or pickled: "
+                "an optimizer that is sharded over ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
             )
         mine = {"_rule_options": self._rule_options, "_steps": self._steps}

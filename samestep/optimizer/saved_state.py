@@ -78,9 +78,10 @@ class SavedState:
             raise _refuse_owned(part, owned)  # torch's checkpoints would take one rank's for all
         if plan.sharded:
             raise RuntimeError(
-                "plain parameters beside DTensors keep only a part of their state on each rank, "
-                "which torch's checkpoints of DTensors would lose: build the optimizer with "
-                'sharding="none", which concerns the plain ones alone'
+                "plain parameters beside DTensors keep only a part of their state on "
+                "each rank, which torch's state dicts of DTensors would lose: build "
+                'the optimizer with sharding="none", which only affects the plain '
+                "ones, or use samestep.save"
             )
         if plan.distribution.state_dict_form == "part":
             return LoadedState(state, part)
@@ -95,7 +96,10 @@ class SavedState:
         if ranks is None or part is None:
             return
         if to is not None and not (type(to) is int and 0 <= to < ranks.size):
-            raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
+            raise ValueError(
+                f"consolidate_state_dict: to must be a rank from 0 to {ranks.size - 1}, or "
+                f"None, got {to!r}"
+            )
         if not self._plan.are_alike():
             raise _refuse_part(part, self._plan.distribution.kept_by(), alike=False)
         keep = to is None or to == ranks.rank

@@ -374,7 +374,9 @@ def _anywhere(flag: bool, ranks: RankGroup) -> bool:
 def _new_recorded_step(*, asked_for: bool) -> "RecordedStep":
     reason = missing_kernels(torch.device("cuda"))
     if reason is not None:
-        raise ValueError(f"cuda_graph=True needs kernels, and there are none: {reason}")
+        raise ValueError(
+            f"cuda_graph=True needs samestep's Triton kernels, which cannot run: {reason}"
+        )
     from samestep.optimizer.recorded_step import RecordedStep
 
     return RecordedStep(asked_for=asked_for)

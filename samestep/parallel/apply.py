@@ -109,9 +109,15 @@ def check_sizes(
 ) -> None:
     """Raise unless all that shall be cut is there, and has equal parts."""
     if degrees.ep > 1 and not any(rule.axis == "expert" for rule in rules):
-        raise PlanError(f"ep is {degrees.ep}, and the plan names no experts")
+        raise PlanError(
+            f"the mesh has ep={degrees.ep}, and the plan names no experts: name them in "
+            "Plan.experts, or build a mesh with ep=1"
+        )
     if degrees.tp > 1 and not any(rule.axis == "model" for rule in rules):
-        raise PlanError(f"tp is {degrees.tp}, and the plan names nothing to cut")
+        raise PlanError(
+            f"the mesh has tp={degrees.tp}, and the plan shards no layer: name layers in "
+            "Plan.column, row, fused, embedding or head, or build a mesh with tp=1"
+        )
     params = dict(model.named_parameters(remove_duplicate=False))
     stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
     fused = {name for name, _ in plan.named(model, "fused")}  # part by part, by check_fused
@@ -124,9 +130,11 @@ def check_sizes(
         size = params[name].shape[dim]
         if size % ranks:
             raise PlanError(
-                f"dim {dim} of {name!r} is {size}, which {ranks} ranks of the {axis} axis cannot "
-                f"share evenly: take {' or '.join(map(str, nearest_multiples(ranks, size)))}, or "
-                f"a number of ranks that divides {size}. Rows of a head alone may be uneven"
+                f"dim {dim} of {name!r} is {size}, which {ranks} ranks of the {axis} "
+                "axis cannot share evenly: make it "
+                f"{' or '.join(map(str, nearest_multiples(ranks, size)))}, or use a "
+                f"number of ranks that divides {size}. Only layers in Plan.head may be "
+                "uneven"
             )
 
 
@@ -136,10 +144,10 @@ def refuse_experts_in_branches(model: nn.Module, plan: Plan) -> None:
         stacks = [stack for stack, _ in plan.stacks(model) if stack.startswith(f"{name}.")]
         if stacks or any(isinstance(inner, TokenDispatch) for inner in module.modules()):
             raise PlanError(
-                f"branches: {name!r} holds experts ({stacks[0] if stacks else 'a TokenDispatch'}), "
-                "which take the stream as each rank has it and send tokens themselves: leave it "
-                "out of branches, and name its router, and experts that all tokens share, in "
-                "on_stream"
+                f"branches: {name!r} holds experts "
+                f"({stacks[0] if stacks else 'a TokenDispatch'}), which take each "
+                "rank's own tokens and send them themselves: leave it out of branches, "
+                "and name its router and its shared experts in on_stream"
             )
 
 
@@ -148,8 +156,9 @@ def refuse_stale(hooks: Mapping[str, int], plan: Plan, model: nn.Module) -> None
     if stale:
         some = ", ".join(f"{name} has {count}" for name, count in list(stale.items())[:6])
         raise PlanError(
-            f"{len(stale)} modules of the plan have hooks already ({some}), which would run beside "
-            "those of the plan: apply it once, to a model without hooks"
+            f"{len(stale)} modules of the plan have forward hooks already ({some}), "
+            "which would run beside the plan's: apply a plan once, to a model without "
+            "hooks"
         )
 
 
@@ -157,8 +166,9 @@ def _refuse_unasked(extra: Mapping[str, int]) -> None:
     found = [f"{name} {count:+}" for name, count in extra.items() if count]
     if found:
         raise PlanError(
-            f"modules have other hooks than the plan asked for ({', '.join(found[:6])}): somebody "
-            "added or removed them while it was applied"
+            "modules have hooks that the plan did not add, or lack hooks that it did "
+            f"({', '.join(found[:6])}): other code added or removed hooks while the "
+            "plan was applied"
         )
 
 

@@ -27,7 +27,11 @@ def place_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if not axes or not stacks:
         return
     if not dispatches:
-        raise PlanError("the plan names experts, and the model has no TokenDispatch to reach them")
+        raise PlanError(
+            "the plan names experts, and the model has no "
+            "samestep.parallel.experts.TokenDispatch that sends tokens to them: use one in "
+            "the layer of experts"
+        )
     for dispatch in dispatches:
         dispatch.places = Places.on(mesh)
     inner = mesh.device_mesh[tuple(axes)]
@@ -99,6 +103,7 @@ def _check_alone(name: str, module: nn.Module) -> None:
     others = [key for key, param in module.named_parameters() if param.dim() != 3]
     if others:
         raise PlanError(
-            f"{name!r} holds stacks of experts and also {', '.join(others)}, which are summed over "
-            "other ranks: give the stacks a module of their own"
+            f"{name!r} holds stacks of experts and also {', '.join(others)}, whose "
+            "gradients are summed over other ranks: move the stacks of experts into a "
+            "module of their own"
         )

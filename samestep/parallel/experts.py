@@ -171,9 +171,10 @@ class TokenDispatch(nn.Module):
             if given.is_replicate() and not wanted.is_replicate() and len(tokens) % model.size():
                 sizes = " or ".join(map(str, nearest_multiples(model.size(), len(tokens))))
                 raise ValueError(
-                    f"experts that tensor parallel does not cut (expert_tensor_parallel=1) were "
-                    f"given {len(tokens)} tokens, which its {model.size()} ranks cannot share "
-                    f"evenly: take batches of {sizes} tokens, or leave expert_tensor_parallel out"
+                    "experts that tensor parallel does not cut "
+                    f"(expert_tensor_parallel=1) were given {len(tokens)} tokens, which "
+                    f"its {model.size()} ranks cannot share evenly: use batches of "
+                    f"{sizes} tokens, or leave expert_tensor_parallel out"
                 )
             tokens, weights, chosen = (
                 _moved(x, model, given, wanted) for x in (tokens, weights, chosen)
@@ -298,8 +299,8 @@ class TokenDispatch(nn.Module):
         if tokens % groups:
             sizes = " or ".join(map(str, nearest_multiples(groups, tokens)))
             raise ValueError(
-                f"experts were given {tokens} tokens, which {groups} parts of the mesh cannot "
-                f"share evenly: take batches of {sizes} tokens"
+                f"experts were given {tokens} tokens, which {groups} parts of the mesh "
+                f"cannot share evenly: use batches of {sizes} tokens"
             )
         return groups
 

@@ -110,8 +110,9 @@ class FusedLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """Refused: a draw of each rank's rows is not that of one process."""
         raise RuntimeError(
-            "a fused layer was cut over the model axis: draw its values before the plan is "
-            "applied, or load a state dict"
+            "reset_parameters() cannot initialize a fused layer that is sharded over "
+            "the model axis: initialize the model before the plan is applied, or load "
+            "a state dict"
         )
 
     def extra_repr(self) -> str:
@@ -135,8 +136,8 @@ def check_fused(model: nn.Module, plan: Plan, tp: int) -> None:
             fits = [str(n) for n in range(1, tp) if _misfit(parts, n) is None]
             what = f"{misfit.heads} heads" if misfit.heads else f"{misfit.rows} rows"
             raise PlanError(
-                f"fused: {name!r} has a part of {what}, which {tp} ranks of the model axis cannot "
-                f"share evenly: take tp {' or '.join(fits[-2:])}"
+                f"fused: {name!r} has a part of {what}, which {tp} ranks of the model "
+                f"axis cannot share evenly: use tp={' or '.join(fits[-2:])}"
             )
 
 

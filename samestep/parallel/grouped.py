@@ -82,16 +82,16 @@ def _pays(rows: Tensor, stack: Tensor) -> bool:
 def _check(rows: Tensor, stack: Tensor) -> None:
     if grouped_mm is None:
         raise RuntimeError(
-            f"grouped products need a newer torch than {torch.__version__}: take "
-            "products auto or loop"
+            f'products="grouped" needs a newer torch than {torch.__version__}: use '
+            'products="auto" or "loop"'
         )
     if not _aligned(stack):
         raise ValueError(
-            f"grouped products need matrices whose rows and columns are multiples of {ALIGNMENT} "
-            f"bytes, and these are {stack.shape[1]} x {stack.shape[2]} of {stack.dtype}: change "
-            "the sizes, or take products auto or loop"
+            'products="grouped" needs matrices whose rows and columns are multiples of '
+            f"{ALIGNMENT} bytes, and these are {stack.shape[1]} x {stack.shape[2]} of "
+            f'{stack.dtype}: change the sizes, or use products="auto" or "loop"'
         )
     if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"grouped products of {rows.dtype} are not in torch: take products auto or loop"
+            f'products="grouped" does not support {rows.dtype}: use products="auto" or "loop"'
         )

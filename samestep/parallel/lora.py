@@ -101,7 +101,7 @@ def add_lora(
         freeze: Train the factors alone.
     """
     if rank < 1:
-        raise LoRAError(f"rank must be at least 1, got {rank}")
+        raise LoRAError(f"LoRA: rank must be at least 1, got {rank}")
     chosen = [
         (name, module)
         for name, module in model.named_modules()
@@ -188,11 +188,11 @@ def merge_lora(model: nn.Module) -> None:
 
 def _check(name: str, module: nn.Linear, mesh: Mesh | DeviceMesh | None) -> None:
     if isinstance(module, LoRALinear):
-        raise LoRAError(f"{name!r} has factors already")
+        raise LoRAError(f"{name!r} has LoRA factors already: add them once")
     if type(module) is not nn.Linear:
         raise LoRAError(
-            f"{name!r} is a {type(module).__name__}, and only nn.Linear can be given factors; a "
-            "layer that is an FSDP2 unit of its own gets them before it is one"
+            f"{name!r} is a {type(module).__name__}, and LoRA factors can only be added "
+            "to nn.Linear; add them before fully_shard is called on the layer"
         )
     weight = module.weight
     if not isinstance(weight, DTensor):
@@ -200,13 +200,13 @@ def _check(name: str, module: nn.Linear, mesh: Mesh | DeviceMesh | None) -> None
     axes = weight.device_mesh.mesh_dim_names or ()
     if axes == (MODEL,) and mesh is None and dist.get_world_size() > weight.device_mesh.size():
         raise LoRAError(
-            f"{name!r} says which ranks share its weight, but not which others have copies: give "
-            "mesh="
+            f"{name!r} has a weight that is sharded over ranks, and which other ranks "
+            "hold copies of it is unknown: pass mesh="
         )
     if MODEL in axes and _cut(weight) is None:
         raise LoRAError(
-            f"{name!r} has copies on the ranks of tensor parallel, each of which may see other "
-            "positions: give factors to column and row layers"
+            f"{name!r} is replicated over the tensor parallel ranks, which may see "
+            "different positions: add LoRA factors to column and row layers only"
         )
 
 

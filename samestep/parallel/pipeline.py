@@ -189,8 +189,9 @@ class Pipeline:
             if value.shape[0] % self.micro_batches:
                 raise ValueError(
                     f"{what} have {value.shape[0]} rows, which do not divide into "
-                    f"{self.micro_batches} micro-batches of equal size: their mean would not be "
-                    "that of the batch"
+                    f"{self.micro_batches} equal micro-batches, so that the mean of "
+                    "their losses would not be that of the batch: change the batch "
+                    "size or micro_batches"
                 )
 
 
@@ -204,12 +205,13 @@ def _check(schedule: str, stages_per_rank: int, micro_batches: int, ranks: int) 
         )
     if schedule == "1f1b" and micro_batches < ranks:
         raise ValueError(
-            f"{micro_batches} micro-batches do not fill {ranks} stages: take at least {ranks}"
+            f"{micro_batches} micro-batches are fewer than the {ranks} pipeline stages: "
+            f"use at least {ranks}"
         )
     if schedule == "interleaved" and (micro_batches < 1 or micro_batches % ranks):
         raise ValueError(
             f"{micro_batches} micro-batches are no multiple of {ranks} ranks, which the "
-            "interleaved schedule needs"
+            "interleaved schedule requires: change micro_batches"
         )
 
 

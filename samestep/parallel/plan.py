@@ -74,11 +74,13 @@ class Plan:
                 named = model.named_parameters() if part == "experts" else model.named_modules()
                 found = [name for name, _ in named if name_matches(name, pattern)]
                 if not found:
-                    raise PlanError(f"{part}: {pattern!r} matches nothing in the model")
+                    raise PlanError(f"Plan.{part}: {pattern!r} matches nothing in the model")
                 for name in found if part not in ("blocks", "branches") else ():
                     other = taken.setdefault(name, part)
                     if other != part:
-                        raise PlanError(f"{name!r} is in {other} and in {part}: name it once")
+                        raise PlanError(
+                            f"{name!r} is in both Plan.{other} and Plan.{part}: name it in one"
+                        )
         for name, module, parts in self.fused_layers(model):
             _check_fused(name, module, parts)
 
@@ -134,7 +136,8 @@ class Plan:
 def _check_fused(name: str, module: nn.Module, parts: tuple[FusedPart, ...]) -> None:
     if not isinstance(module, nn.Linear):
         raise PlanError(
-            f"fused: {name!r} is a {type(module).__name__}, and the parts are rows of nn.Linear"
+            f"fused: {name!r} is a {type(module).__name__}, and only an nn.Linear can "
+            "have fused parts"
         )
     rows = [part.rows for part in parts]
     if not rows or min(rows) < 1 or sum(rows) != module.out_features:
@@ -145,11 +148,14 @@ def _check_fused(name: str, module: nn.Module, parts: tuple[FusedPart, ...]) -> 
     most = max(part.heads for part in parts)
     for part in parts:
         if part.heads < 0 or (part.heads and part.rows % part.heads):
-            raise PlanError(f"fused: {part.rows} rows of {name!r} are no {part.heads} equal heads")
+            raise PlanError(
+                f"fused: {part.rows} rows of {name!r} cannot be divided into {part.heads} "
+                "equal heads"
+            )
         if part.heads and most % part.heads:
             raise PlanError(
-                f"fused: {name!r} has parts of {most} and of {part.heads} heads, which do not go "
-                "into each other"
+                f"fused: {name!r} has parts of {most} and of {part.heads} heads, "
+                "neither of which divides the other"
             )
 
 

@@ -46,8 +46,8 @@ class _Kept:
             return self.values[-1]  # type: ignore[no-any-return]
         if self.taken == len(self.values):
             raise RuntimeError(
-                "a block calls `once` more often in its recomputation than in its forward: it must "
-                "take the same way both times"
+                "a block calls `once` more often in its recomputation than in its "
+                "forward: it must run the same code both times"
             )
         self.taken += 1
         return self.values[self.taken - 1]  # type: ignore[no-any-return]
@@ -98,11 +98,11 @@ def recompute(block: nn.Module, compile: str | None = None, what: What = "full")
             times the memory, and hardly any time.
     """
     if isinstance(block.forward, partial) and block.forward.func is _run:
-        raise ValueError("this block is recomputed already: ask for it once")
+        raise ValueError("this block is wrapped for recomputation already: call recompute once")
     if compile is not None and what == "selective":
         raise ValueError(
-            'recompute="selective" looks at single operations, which a compiled block does not '
-            'have: take "full", or leave compile out'
+            'recompute="selective" chooses single operations, which a compiled block '
+            'does not have: use "full", or leave compile out'
         )
     forward = block.forward if compile is None else torch.compile(block.forward, backend=compile)
     block.forward = partial(_run, forward, _contexts if what == "full" else _selective_contexts)
@@ -153,14 +153,14 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return given
         if self._taken == len(self._kept):
             raise RuntimeError(
-                "a block multiplies more often in its recomputation than in its forward: it must "
-                "take the same way both times"
+                "a block runs more matrix products in its recomputation than in its "
+                "forward: it must run the same code both times"
             )
         given, self._kept[self._taken] = self._kept[self._taken], None  # it is not needed longer
         if given is None:
             raise RuntimeError(
-                'backward goes once through a block with recompute="selective": take "full" for '
-                "retain_graph=True"
+                'backward ran twice through a block with recompute="selective", which '
+                'supports one: use "full" with retain_graph=True'
             )
         self._taken += 1
         return given

@@ -87,8 +87,9 @@ def _check_fused_rows(model: nn.Module, plan: Plan, tp: int) -> None:
         if all(part.heads for part in parts) and heads % tp:
             counts = " + ".join(str(part.heads) for part in parts)
             raise PlanError(
-                f"fused: {name!r} has {counts} = {heads} heads, which {tp} devices of the model "
-                "axis cannot share evenly: take another tp, or a weight for each projection"
+                f"fused: {name!r} has {counts} = {heads} heads, which {tp} devices of "
+                "the model axis cannot share evenly: use another tp, or a separate "
+                "weight for each projection"
             )
 
 
@@ -98,8 +99,9 @@ def _check_all_named(model: nn.Module, plan: Plan) -> None:
     left = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in named]
     if left:
         raise PlanError(
-            f"the plan says nothing about {some(left, 6)}: name their modules in column, fused, "
-            "row, on_stream, on_heads, embedding, head or experts"
+            f"the plan does not mention parameters {some(left, 6)}: name their modules "
+            "in Plan. column, fused, row, on_stream, on_heads, embedding, head or "
+            "experts"
         )
 
 
@@ -126,8 +128,9 @@ def lay_out(model: nn.Module, plan: Plan, mesh: SpmdMesh, *, fsdp: bool = True) 
     for name, param in model.named_parameters():
         if param.device.type != "xla":
             raise PartitionError(
-                f"{name!r} is on {param.device}, and the mesh is one of XLA devices: move the "
-                'model there (model.to("xla")), or take samestep.mesh.build for ranks'
+                f"{name!r} is on {param.device}, and the mesh is of XLA devices: move "
+                'the model there (model.to("xla")), or use samestep.mesh.build for a '
+                "mesh of ranks"
             )
     for name, param in model.named_parameters():
         lay(param, mesh.tiling(specs[name]))
@@ -326,8 +329,9 @@ class SpmdStack:
         rows = len(batch[0])
         if rows % degrees.batch_ranks:
             raise PlanError(
-                f"a batch of {rows} rows cannot be shared evenly by {degrees.batch_ranks} devices "
-                f"with tokens of their own ({self.mesh.name}): take a multiple"
+                f"a batch of {rows} rows cannot be shared evenly by "
+                f"{degrees.batch_ranks} devices with tokens of their own "
+                f"({self.mesh.name}): use a multiple"
             )
         if degrees.sequence_parallel and batch[0].ndim > 1:
             check_positions(batch[0].shape[1], degrees.tp, "the model")

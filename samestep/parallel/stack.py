@@ -85,9 +85,9 @@ class Stack:
         names = names_of_tied(self.model)
         if cut and names:
             raise StagePlanError(
-                f"{names[0]!r} is tied over pipeline stages, which have whole copies of it, and "
-                f"{' and '.join(cut)} would cut it: take tp=1 and fsdp=False (the optimizer shares "
-                "state and updates over copies), or untie it"
+                f"{names[0]!r} is tied over pipeline stages, which have whole copies of "
+                f"it, and {' and '.join(cut)} would shard it: use tp=1 and fsdp=False "
+                "(the optimizer shards state and updates over the copies), or untie it"
             )
 
     @property

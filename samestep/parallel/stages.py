@@ -63,8 +63,9 @@ class StagePlan:
             if own.shape == planned.shape:
                 found = f"up to {(own - planned).abs().max().item():.3g} away"
             raise StagePlanError(
-                f"the plan does not do what the model's forward does (outputs are {found}): give "
-                "enter, block or leave, the way in which forward uses these modules"
+                "the stages together compute something else than the model's forward "
+                f"(outputs are {found}): pass enter=, block= or leave= functions that "
+                "use the modules as forward does"
             )
 
     @staticmethod
@@ -85,7 +86,8 @@ def spread(blocks: int, stages: int) -> list[range]:
     """
     if blocks < stages:
         raise StagePlanError(
-            f"{blocks} blocks cannot be spread over {stages} stages: take at most {blocks}"
+            f"{blocks} blocks cannot be divided over {stages} pipeline stages: use at "
+            f"most {blocks} stages"
         )
     least, more = divmod(blocks, stages)
     start = (stages - more) // 2
@@ -106,8 +108,9 @@ def stage_of_modules(model: nn.Module, plan: StagePlan, stages: int) -> dict[str
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not any(name.startswith(f"{part}.") for part in found):
             raise StagePlanError(
-                f"parameter {name!r} is in none of blocks, first and last: name its module in the "
-                "plan, and if it has none, put it into one"
+                f"parameter {name!r} is in none of the plan's blocks, first and last: "
+                "name its module there; a parameter of the model itself must be moved "
+                "into a module"
             )
     return found
 
@@ -163,14 +166,17 @@ def tie(
     here = [name for name in names if name in params]
     if len(here) != 1:
         raise StagePlanError(
-            f"tie: this stage has {' and '.join(map(repr, here)) or 'none'} of {', '.join(names)}: "
-            "call it on stages that have one of them, each under the name that it has there"
+            f"tie: this stage has {' and '.join(map(repr, here)) or 'none'} of "
+            f"{', '.join(names)}: call it on the stages that have one of them, with the "
+            "name that each has there"
         )
     param = params[here[0]]
     for number, name in enumerate(names):
         path, _, key = name.partition(".")
         if not key:
-            raise StagePlanError(f"tie: {name!r} is not the name of a parameter in a module")
+            raise StagePlanError(
+                f"tie: {name!r} is no parameter's name of the form module.parameter"
+            )
         if name == here[0]:
             continue
         try:

@@ -146,9 +146,10 @@ def check_positions(positions: int, ranks: int, where: str) -> None:
     if positions % ranks:
         sizes = " or ".join(map(str, nearest_multiples(ranks, positions)))
         raise PlanError(
-            f"sequence parallel: {where} was given {positions} positions, which {ranks} ranks of "
-            f"tensor parallel cannot share evenly: take sequences of {sizes} (pad them, with "
-            "targets that the loss ignores), or leave sequence_parallel=True out"
+            f"sequence parallel: {where} was given {positions} positions, which {ranks} "
+            f"ranks of tensor parallel cannot share evenly: use sequences of {sizes} "
+            "(pad them, with targets that the loss ignores), or leave "
+            "sequence_parallel=True out"
         )
 
 
@@ -175,8 +176,9 @@ def check_all_named(model: nn.Module) -> None:
     left = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     if left:
         raise PlanError(
-            f"the plan says nothing about {some(left, 6)}: name their modules in column, fused, "
-            "row, on_stream, on_heads, embedding, head or experts"
+            f"the plan does not mention parameters {some(left, 6)}: name their modules "
+            "in Plan. column, fused, row, on_stream, on_heads, embedding, head or "
+            "experts"
         )
 
 

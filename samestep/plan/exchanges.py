@@ -91,7 +91,8 @@ class Exchange:
     ) -> None:
         if source.keys() != target.keys():
             raise ValueError(
-                f"{name}: the layouts have different tensors: {source.keys() ^ target.keys()}"
+                f"exchange {name}: its two layouts have different tensors: "
+                f"{source.keys() ^ target.keys()}"
             )
         self.name, self.source, self.target, self.ranks = name, source, target, ranks
         self._dtype, self._policy = dtype, policy

@@ -73,8 +73,8 @@ def part_of_block(block: Block, shape: Shape, box: Box) -> Box:
     inner = prod(shape[rows + 2 :])
     if part.sizes[rows + 2 :] != shape[rows + 2 :]:
         raise ValueError(
-            f"it is cut in a dim after the second, and flattened to {block.shape}: cut it by its "
-            "first or second dim"
+            f"it is flattened to {block.shape} and sharded in a later dim than the "
+            "second: shard its first or second dim"
         )
     offsets, sizes = part.offsets[rows : rows + 2], part.sizes[rows : rows + 2]
     return Box((offsets[0], offsets[1] * inner), (sizes[0], sizes[1] * inner))
@@ -140,10 +140,10 @@ def _require_even(plan: ShardingPlan, shards: Sequence[ParamSpec]) -> None:
         if [(p.start, p.stop) for p in shares] != [(p.start, p.stop) for p in parts]:
             assert share.whole is not None
             raise ValueError(
-                f"parameter {share.name!r} {share.whole.shape} is cut over its mesh into parts "
-                f"that are not equal, in blocks of {[part.size for part in parts]} elements here "
-                f"where an even share has {[part.size for part in shares]}: flat buffers need "
-                'equal ones; take buffers="per_parameter"'
+                f"parameter {share.name!r} {share.whole.shape} is sharded over its mesh "
+                f"into unequal parts, with {[part.size for part in parts]} elements on "
+                f"this rank where an even share has {[part.size for part in shares]}: "
+                'flat buffers need equal parts; use buffers="per_parameter"'
             )
 
 

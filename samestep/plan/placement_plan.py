@@ -230,8 +230,9 @@ def refuse_missing_levels(options: "Distribution", fabric: Fabric | None) -> Non
     if fabric is not None:
         reason = f"{fabric.ranks} ranks are on {fabric.hosts} hosts, {fabric.per_host} on each"
     raise ValueError(
-        f"two_levels=True needs several hosts with several ranks each: {reason}. Give "
-        "ranks_per_host= if they are not what torchrun says, or leave two_levels out"
+        f"two_levels=True needs several hosts with several ranks each: {reason}. Pass "
+        "ranks_per_host= if torchrun's LOCAL_WORLD_SIZE is not that number, or leave "
+        "two_levels out"
     )
 
 

@@ -102,9 +102,9 @@ class ParamSpec(NamedTuple):
         fits = block_size(gcd(*cuts))
         smaller = "" if fits is None else f'blocks of {fits} ("8bit/{fits}"), '
         raise ValueError(
-            f"parameter {self.name!r}: its last dim, of {self.shape[-1]}, is cut at {wrong}, and "
-            f"in 8 bits {per} neighbours share a scale: give state_dtypes {smaller}another format, "
-            "or cut it by another dim"
+            f"parameter {self.name!r}: its last dim, of {self.shape[-1]}, is cut "
+            f"between ranks at {wrong}, and in 8 bits {per} neighbours share a scale: "
+            f"give state_dtypes {smaller}another format, or shard it in another dim"
         )
 
     def whole_blocks(self, block: Block) -> tuple[Block, ...]:

@@ -79,7 +79,7 @@ class QKClip:
     ) -> None:
         if not isinstance(opt, RuleOptimizer):
             raise TypeError(
-                "QKClip scales through an optimizer of samestep (MuonAdamW, Muon, AdamW), got "
+                "QKClip needs an optimizer of samestep (MuonAdamW, Muon or AdamW), got "
                 f"{type(opt).__module__}.{type(opt).__name__}"
             )
         for name, value in (("tau", tau), ("alpha", alpha)):
@@ -159,7 +159,7 @@ class QKClip:
             if known.module is layer:
                 return name
         what = repr(layer) if isinstance(layer, str) else f"this {type(layer).__name__}"
-        raise KeyError(f"{what} is no layer of the QK-clip, which has {some(list(self._layers))}")
+        raise KeyError(f"{what} is no layer of this QKClip, which has {some(list(self._layers))}")
 
     def _largest(self) -> dict[str, Tensor]:
         """By layer the largest logits over all ranks, (heads,) each; one all-reduce for all."""
@@ -202,15 +202,18 @@ class QKClip:
         broken = largest.isposinf().nonzero().flatten().tolist()
         if broken:
             raise ValueError(
-                f"the largest attention logit of {name!r} is not finite on some rank, in head "
-                f"{', '.join(map(str, broken))}: nothing was scaled. Load a checkpoint from before"
+                f"the largest attention logit of {name!r} is not finite on some rank, "
+                f"in head {', '.join(map(str, broken))}: nothing was scaled. Load an "
+                "earlier checkpoint"
             )
         silent = largest.isneginf().nonzero().flatten().tolist()
         if silent and self.strict:
             raise ValueError(
-                f"{name!r} told no attention logits since the last step, of head "
-                f"{', '.join(map(str, silent))}: {_why_silent(self._layers[name].module)}. Tell "
-                "them by clip.observe(layer, logits); strict=False leaves such layers alone"
+                f"{name!r} reported no attention logits since the last step, of head "
+                f"{', '.join(map(str, silent))}: "
+                f"{_why_silent(self._layers[name].module)}. Report them with "
+                "clip.observe(layer, logits); with strict=False such layers are not "
+                "clipped"
             )
 
     def _table(self, gamma: Tensor, heads: QKHeads) -> Tensor:
@@ -252,10 +255,11 @@ def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
     if len(found) != count:
         here = f", of which this rank's parameters have {len(found)}" if found else ""
         raise ValueError(
-            f"{name!r} told the logits of {count} {'head' if count == 1 else 'heads'}, and has "
-            f"{layer.heads.heads}{here}: give a tensor of all heads, with -inf for those of other "
-            "ranks; attention that computes head by head has to tell all at once, by watch=False "
-            "and clip.observe(layer, logits)"
+            f"{name!r} reported attention logits of {count} "
+            f"{'head' if count == 1 else 'heads'}, and the layer has "
+            f"{layer.heads.heads}{here}: give a tensor of all heads, with -inf for "
+            "those of other ranks; attention that computes head by head must report "
+            "all at once, with watch=False and clip.observe(layer, logits)"
         )
     return torch.tensor(sorted(found))
 
@@ -268,17 +272,17 @@ def _require_heads_by_name(layers: Mapping[str, QKHeads]) -> None:
     example = 'layers={"blocks.*.attn": samestep.QKHeads.separate(32, 128, kv_heads=8)}'
     if not isinstance(layers, Mapping):
         raise TypeError(
-            f"layers must have by name of the attention modules their heads, as in {example}, got "
-            f"{layers!r}"
+            "layers must map names of attention modules to their heads, as in "
+            f"{example}, got {layers!r}"
         )
     if not layers:
         raise ValueError(
-            f"layers is empty, so that there is nothing to clip: give some, as in {example}"
+            f"layers is empty, so that nothing would be clipped: give at least one, as in {example}"
         )
     for pattern, heads in layers.items():
         if not isinstance(heads, QKHeads):
             raise TypeError(
-                f"layers has {heads!r} for {pattern!r}, and must have QKHeads, as in {example}"
+                f"layers[{pattern!r}] is {heads!r}, and must be a QKHeads, as in {example}"
             )
 
 
@@ -294,25 +298,29 @@ def _found(
         matched = [name for name in modules if name and name_matches(name, pattern)]
         if not matched:
             others = some([name for name in modules if name])
-            raise ValueError(f"no module of the model is called {pattern!r}; there are {others}")
+            raise ValueError(f"no module of the model matches {pattern!r}; it has {others}")
         fitting = [name for name in matched if not _lacking(modules[name], heads)]
         for name in matched:
             if fitting and name not in fitting:
                 raise ValueError(
-                    f"{pattern!r} also matches {name!r} (a * crosses dots), which has no "
-                    f"{_lacking(modules[name], heads)[0]!r}: name attention modules alone, such as "
-                    f"{some(list(map(repr, fitting)))}, each by itself where no pattern is only "
-                    "theirs"
+                    f"{pattern!r} also matches {name!r} (a * crosses dots), which has "
+                    f"no {_lacking(modules[name], heads)[0]!r}: use a pattern that "
+                    "matches only attention modules, such as "
+                    f"{some(list(map(repr, fitting)))}, or their full names"
                 )
             if name in found:
-                raise ValueError(f"{name!r} is a layer by {pattern!r} and by a pattern before it")
+                raise ValueError(
+                    f"{name!r} is matched by {pattern!r} and by an earlier pattern: let "
+                    "only one match it"
+                )
             found[name] = _Layer(modules[name], heads, _scaled(name, modules[name], heads, names))
             for one in found[name].scaled:
                 other = scaled_by.setdefault(one.name, name)
                 if other != name:
                     raise ValueError(
-                        f"{one.name!r} is a weight of {other!r} and of {name!r}, and would be "
-                        "scaled twice: QK-clip needs a weight of its own for every layer"
+                        f"{one.name!r} is a weight of {other!r} and of {name!r}, and "
+                        "would be scaled twice: QK-clip does not support weights that "
+                        "layers share"
                     )
     return found
 
@@ -338,9 +346,10 @@ def _scaled(
             continue
         if param not in names:
             raise ValueError(
-                f"{layer}.{own} is not a parameter of the optimizer, which has to scale it: give "
-                "the optimizer the same model, unfrozen, and build QKClip after wrapping it; where "
-                "it is frozen on purpose, as by LoRA, pass layers= with the other layers alone"
+                f"{layer}.{own} is not a parameter of the optimizer, which must scale "
+                "it: give the optimizer the same model, unfrozen, and build QKClip "
+                "after wrapping it; where it is frozen on purpose, as with LoRA, pass "
+                "layers= without this layer"
             )
         is_bias = param.ndim == 1
         transposed = heads.transposed and not is_bias

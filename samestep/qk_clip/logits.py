@@ -107,8 +107,8 @@ def _heads_whole(what: str, tensor: Tensor) -> Tensor:
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or (dim is not None and dim % tensor.ndim >= kept):
             raise TypeError(
-                f"{what} are a DTensor placed as {placement}, so that no rank has the logits of "
-                f"all its places: {TELL}"
+                f"{what} are a DTensor placed as {placement}, so that no rank has the "
+                f"logits of all positions: {TELL}"
             )
     return local_of(tensor.detach())
 
@@ -153,7 +153,9 @@ def _of_call(
     """The largest logits of `scaled_dot_product_attention` of the same arguments."""
     if query.is_nested or type(attn_mask) not in (type(None), Tensor):
         what = "nested tensors" if query.is_nested else f"a mask of {type(attn_mask).__name__}"
-        raise TypeError(f"the logits of an attention with {what} cannot be looked at: {TELL}")
+        raise TypeError(
+            f"the logits of an attention with {what} cannot be measured from outside: {TELL}"
+        )
     kind = query.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What attention multiplies: autocast rounds its arguments only after this.

@@ -76,8 +76,8 @@ def attention_layers(model: nn.Module) -> dict[str, QKHeads]:
         kinds.append(kind)
         if kind in NORMALIZED:
             raise ValueError(
-                f"{kind!r} normalizes queries and keys, so that scaling their weights changes no "
-                "logit: its norms bound them already"
+                f"{kind!r} normalizes queries and keys, so that scaling their weights "
+                "changes no logit: QK-clip is not needed, its norms bound the logits"
             )
         if kind in ATTENTION:
             pattern, heads = ATTENTION[kind](config)
@@ -89,8 +89,8 @@ def attention_layers(model: nn.Module) -> dict[str, QKHeads]:
         told = " or ".join(map(repr, dict.fromkeys(kinds)))
         of = f"of model type {told}" if kinds else "without a `config`"
         raise ValueError(
-            f"where queries and keys are in a model {of} is not known: name its layers, as in "
-            'layers={"*.self_attn": samestep.QKHeads.separate(32, 128, kv_heads=8)}; known are '
-            f"{', '.join(sorted(ATTENTION))}"
+            f"the layout of queries and keys in a model {of} is unknown: pass layers=, "
+            f'as in layers={{"*.self_attn": samestep.QKHeads.separate(32, 128, '
+            f"kv_heads=8)}}; known are {', '.join(sorted(ATTENTION))}"
         )
     return found

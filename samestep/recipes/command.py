@@ -77,7 +77,7 @@ class Options:
 def run(options: Options) -> int:
     for name in options.names:
         if name not in RECIPES:
-            raise BadRequestError(f"there is no recipe {name!r}; there is: {', '.join(RECIPES)}")
+            raise BadRequestError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
     names = options.names or list(RECIPES)
     plain = [name for name in names if not _lines(name)]
     lines = table([name for name in names if name not in plain])

@@ -59,8 +59,8 @@ def _as_given(
     unknown = sorted(recipe.keys() - {parameter.name for parameter in parameters})
     if unknown:
         raise ValueError(
-            f"recipe: {unknown[0]!r} is no trainable parameter of the model; a recipe by names has "
-            "none but those, and patterns go into overrides="
+            f"recipe: {unknown[0]!r} is no trainable parameter of the model: give full "
+            "names in recipe=, and patterns in overrides="
         )
     return {name: dict(own) for name, own in recipe.items()}
 

@@ -25,11 +25,11 @@ def register_rule(rule: Rule) -> None:
         )
     if rule.kind == "elementwise" and owned_state(rule, rule.defaults):
         raise ValueError(
-            f"rule {rule.name!r} is elementwise and has owned_state(), and no rank owns a slice's "
-            "block: make it a matrix rule, or leave that out"
+            f"rule {rule.name!r} is elementwise and defines owned_state(), which only "
+            "matrix rules have: make it a matrix rule, or leave owned_state() out"
         )
     if RULES.get(rule.name, rule) is not rule:
-        raise ValueError(f"a rule named {rule.name!r} exists; give yours another name")
+        raise ValueError(f"a rule named {rule.name!r} exists; register yours under another name")
     RULES[rule.name] = rule
 
 

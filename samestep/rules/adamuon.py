@@ -54,8 +54,8 @@ class AdaMuonRule(MuonRule):
     def check(self, options: Options) -> None:
         if options["variance_beta2"] is None:
             raise ValueError(
-                "variance_beta2 is None, and rule 'adamuon' is Muon with a second moment: give a "
-                "number in [0, 1), or take rule 'muon'"
+                "variance_beta2 is None, and rule 'adamuon' needs a second moment: "
+                "give a number in [0, 1), or use rule 'muon'"
             )
         super().check({**{key: MuonRule.defaults[key] for key in NOT_HERE}, **options})
 

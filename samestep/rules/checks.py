@@ -230,9 +230,9 @@ def table(
     if reason is not None:
         wider = "" if dtype in (None, torch.float32) else "compute_dtype=torch.float32, or "
         raise ValueError(
-            f"{name} cannot run in {str(chosen).removeprefix('torch.')}: {reason}; give {wider}"
-            "a table with more room (docs/rules.md), as by multiplying s with 1 / 1.02 in all of "
-            "its polynomials but the last"
+            f"{name} cannot run in {str(chosen).removeprefix('torch.')}: {reason}; give "
+            f"{wider}coefficients with more margin (docs/rules.md), such as a scale s "
+            "multiplied with 1 / 1.02 in all polynomials but the last"
         )
 
 
@@ -248,8 +248,9 @@ def state_dtypes(name: str, value: Any) -> None:
         return
     if isinstance(value, str) and value == REMAINDER:
         raise ValueError(
-            f'{name} "{REMAINDER}" is for master copies, and one word is for all moments: give '
-            f'{{"master_weight": "{REMAINDER}"}}, with a word for each moment beside it'
+            f'{name} "{REMAINDER}" is only for main parameters, and a single word sets '
+            f'all moments: give {{"master_weight": "{REMAINDER}"}}, with a word for '
+            "each moment beside it"
         )
     if isinstance(value, str):
         one_of(name, value, OF_MOMENTS, ', or a dtype for each state, {"exp_avg": torch.bfloat16}')
@@ -262,7 +263,7 @@ def state_dtypes(name: str, value: Any) -> None:
         )
     for key, chosen in value.items():
         if key not in MOMENTS:
-            raise ValueError(f"{name} has {shown(key)}; these have a choice: {list(MOMENTS)}")
+            raise ValueError(f"{name} has the key {shown(key)}; choose from {list(MOMENTS)}")
         is_master = key == "master_weight"
         words = (REMAINDER,) if is_master else OF_MOMENTS
         if isinstance(chosen, str):
@@ -275,14 +276,16 @@ def state_dtypes(name: str, value: Any) -> None:
             )
         elif chosen.itemsize < 2 and not is_master:
             raise ValueError(
-                f"{name}[{key!r}] {chosen} has too few digits for numbers that change by little: "
-                f"choose one of {list(words)}, or a dtype of 16 bits or more"
+                f"{name}[{key!r}] {chosen} is too coarse for moments, whose small "
+                f"changes it rounds away: choose one of {list(words)}, or a dtype of 16 "
+                "bits or more"
             )
         elif is_master and chosen.itemsize < 4:
             raise ValueError(
-                f"{name}[{key!r}] {chosen} is too narrow: a master copy keeps updates that 16 bits "
-                f'round away, or weights that they cannot hold; "{REMAINDER}" keeps all 32 bits of '
-                "bfloat16 weights in 2 more bytes each, and torch.float32 those of any weights"
+                f"{name}[{key!r}] {chosen} is too narrow for main parameters, which "
+                f'keep updates that 16 bits round away; "{REMAINDER}" keeps all 32 bits '
+                "of bfloat16 weights in 2 more bytes each, and torch.float32 those of "
+                "any weights"
             )
 
 

@@ -80,9 +80,10 @@ def refuse_kinds_of_some_ranks(named: Sequence[Named], ranks: RankGroup) -> None
     has = [rank for rank, text in names.items() if text]
     lacks = [rank for rank, text in names.items() if not text]
     raise RanksDisagreeError(
-        f"the plan differs between ranks: {ranks_text(has)} with {kind} (the first is "
-        f"{names[has[0]]!r}), {ranks_text(lacks)} with none. Build the same model and optimizer "
-        "on every rank, or give process_group= the ranks that have the same"
+        f"ranks have different kinds of parameters: {ranks_text(has)} with {kind} (the "
+        f"first is {names[has[0]]!r}), {ranks_text(lacks)} with none. Build the same "
+        "model and optimizer on every rank, or pass process_group=, the ranks that "
+        "have the same parameters"
     )
 
 
@@ -111,10 +112,10 @@ def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, C
             continue
         if not everyone <= set(ranks.members):
             raise ValueError(
-                f"{some([repr(name) for name, _ in by_mesh[mesh]], 4)} lie on meshes of "
-                f"{ranks_text(sorted(everyone))}, and process_group has "
-                f"{ranks_text(ranks.members)} alone: give process_group= all ranks that train "
-                "this model, those with other parts of it too, or leave it out"
+                f"{some([repr(name) for name, _ in by_mesh[mesh]], 4)} are on device "
+                f"meshes of {ranks_text(sorted(everyone))}, and process_group has only "
+                f"{ranks_text(ranks.members)}: give process_group= all ranks that train "
+                "this model, also those that hold other shards of it, or leave it out"
             )
         number = sorted(first for first, *_ in meshes).index(int(mesh.mesh.flatten()[0]))
         groups = registry.of_members(holders), registry.of_members(everyone)

@@ -101,8 +101,9 @@ class LocalParameters(Placement):
         devices = sorted({str(unit.about.param.device) for unit in units})
         if len(devices) > 1:
             raise ValueError(
-                f"offload={self.distribution.offload!r} brings state to one device, and "
-                f"parameters are on {' and '.join(devices)}: build an optimizer for each"
+                f"offload={self.distribution.offload!r} needs all parameters on one "
+                f"device, and they are on {' and '.join(devices)}: build an optimizer "
+                "for each device"
             )
         return {("update", 0): units}
 
@@ -192,9 +193,10 @@ class LocalParameters(Placement):
             fits = needs_master(param, self.master_weights)
             if key is not None and not (fits and (key == MASTER or param.dtype == torch.bfloat16)):
                 raise RuntimeError(
-                    f"parameter {name!r} is {param.dtype} now, and its state has {key!r}, which is "
-                    "for another dtype: build the optimizer after changing the model; to keep its "
-                    "state, samestep.save before the change and samestep.load after it"
+                    f"parameter {name!r} is {param.dtype} now, and its state has "
+                    f"{key!r}, which fits another dtype: build the optimizer after "
+                    "changing the dtype; to keep state, call samestep.save before the "
+                    "change and samestep.load after it"
                 )
 
     def make_missing_state(

@@ -153,13 +153,22 @@ class Planner:
             return None
         with naming_group(index):
             if self.ranks is None:
-                raise ValueError("process_group and divisor need other ranks, and there are none")
+                raise ValueError(
+                    "a param_group has process_group or divisor, and this is the only "
+                    "rank: leave them out"
+                )
             if self.outer is not None:
-                raise ValueError("process_group and divisor of a group exclude outer_group")
+                raise ValueError(
+                    "a param_group has process_group or divisor, which cannot be combined "
+                    "with outer_group=: leave one of them out"
+                )
             if divisor is not None:
                 checks.positive("divisor", divisor)
             if self.distribution.grads == "reduced":
-                raise ValueError('process_group and divisor do nothing with grads="reduced"')
+                raise ValueError(
+                    "a param_group has process_group or divisor, which have no effect with "
+                    'grads="reduced": leave them out'
+                )
             own = self.ranks if process_group is None else registry.of(process_group)
         return GroupReduction(own, divisor)
 
@@ -182,7 +191,7 @@ class Planner:
         )
         why = next((text for given, text in reasons if given), None)
         if why is not None:
-            raise ValueError(f"{name!r} is tied over pipeline stages, and {why}")
+            raise ValueError(f"parameter {name!r} is tied over pipeline stages, and {why}")
 
     def with_stages(self, reduction: GroupReduction, group: Group) -> GroupReduction:
         """The ranks of all stages that have the tied parameters of a group. Collective."""

@@ -173,9 +173,9 @@ class StateStore:
             if len({text for _, text in found}) > 1:
                 values = ", ".join(f"{text} on rank {rank}" for rank, text in sorted(found))
                 raise PartsDisagreeError(
-                    f"{self._describe(key)} is kept once per piece and differs between pieces: "
-                    f"{values}. Some pieces have missed a step: load the last checkpoint on every "
-                    "rank"
+                    f"{self._describe(key)} is stored with every shard and differs "
+                    f"between shards: {values}. Some shards have missed a step: load "
+                    "the last checkpoint on every rank"
                 )
 
     def _bundles(self, tensors: Mapping[Key, Tensor], at_once: int) -> Iterator[list[Key]]:

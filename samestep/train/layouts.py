@@ -37,7 +37,7 @@ def degrees_of(options: Options, world: World) -> Degrees:
             options.expert_tensor_parallel, options.ep_carries_data,
         )  # fmt: skip
     except DegreesError as error:
-        raise BadRequestError(f"these ranks cannot be divided so: {error}") from None
+        raise BadRequestError(f"the mesh axes do not fit the number of ranks: {error}") from None
 
 
 def check_layout(options: Options, world: World) -> None:
@@ -72,11 +72,12 @@ def check_layout(options: Options, world: World) -> None:
         _check_micro_batches(options, degrees)
     if options.reduction == "ordered" and degrees.data == 1 < degrees.replicate:
         raise BadRequestError(
-            "--shards 1 only copies the model, and torch adds up copies in an order of its own: "
-            "take --reduction fast, more shards, or --layout none"
+            "--shards 1 only copies the model, and torch sums the gradients of copies "
+            "in its own order: use --reduction fast, more shards, or --layout none"
             if options.layout == "hsdp"
-            else "--replicate leaves one rank per copy to shard over, and torch adds up copies in "
-            "an order of its own: take --reduction fast, or fewer copies"
+            else "--replicate leaves one rank per copy to shard over, and torch sums the "
+            "gradients of copies in its own order: use --reduction fast, or fewer "
+            "copies"
         )
 
 

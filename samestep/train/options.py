@@ -244,35 +244,40 @@ class Options:
         by_fsdp = self.fsdp or self.lora or self.replicate > 1
         if by_fsdp and LAYOUTS[self.placed].kind != "dtensor":
             raise BadRequestError(
-                f"--layout {self.layout} leaves every data rank a copy, and --replicate, --fsdp "
-                "and --lora are about FSDP2: leave --layout out, or these"
+                f"--layout {self.layout} keeps a copy on every data rank, and "
+                "--replicate, --fsdp and --lora need FSDP2: leave --layout out, or "
+                "these options"
             )
         if self.layout == "hsdp" and self.replicate > 1:
             raise BadRequestError(
-                "--layout hsdp has --shards, and --replicate says the same: drop one"
+                "--layout hsdp sets the number of copies by --shards: leave --replicate out"
             )
         if self.compile and not self.meshed:
             raise BadRequestError(
-                "--compile is about blocks that an axis cuts: add --tp, --ep, --pp, --replicate or "
-                "--fsdp, or leave it out"
+                "--compile works only with --tp, --ep, --pp, --replicate or --fsdp: "
+                "add one of them, or leave --compile out"
             )
         if self.compile and self.recompute == "selective":
             raise BadRequestError(
-                "--recompute selective looks at single operations, and --compile leaves none: take "
-                "--recompute full, or drop one"
+                "--recompute selective chooses single operations, which compiled "
+                "blocks do not have: use --recompute full, or leave --compile out"
             )
         if self.sp and self.tp == 1:
-            raise BadRequestError("--sp divides the sequence among the ranks of --tp, which is 1")
+            raise BadRequestError(
+                "--sp divides the sequence among the ranks of --tp, which is 1: give --tp, "
+                "or leave --sp out"
+            )
         about = ["capacity", "expert_size", "shared_experts", "null_experts"]
         about += ["balance_loss", "z_loss"]
         asked = ["--ep"] * (self.ep > 1) + [spelled(name) for name in about if getattr(self, name)]
         if asked and not self.routed:
             raise BadRequestError(
-                f"{', '.join(asked)}: about experts, and there are none: add --moe"
+                f"{', '.join(asked)}: needs experts, and the model has none: add --moe or --experts"
             )
         if self.pp > 1 and self.dropout:
             raise BadRequestError(
-                "--dropout draws once per batch, and --pp cuts it into micro-batches: drop one"
+                "--dropout cannot be combined with --pp, whose micro-batches would "
+                "draw different masks: leave one of them out"
             )
         self._need(
             "expert_tensor_parallel", self.expert_tensor_parallel in (0, 1, self.tp), "0, 1 or --tp"

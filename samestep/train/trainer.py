@@ -350,8 +350,8 @@ class Trainer:
         dist.broadcast(own, src=0)
         if own.item() and asked == "never":
             raise BadRequestError(
-                f"{folder} has checkpoints, and --resume is never: choose another --out, "
-                "or remove them"
+                f"{folder} has checkpoints, and --resume is never: choose another "
+                "--out, or delete them"
             )
         if own.item():
             return folder
@@ -360,12 +360,15 @@ class Trainer:
     def _check_data(self, extra: Any) -> None:
         saved = extra.get("data") if isinstance(extra, dict) else None
         if saved is None:
-            raise BadRequestError("cannot resume: that checkpoint is not one of this trainer")
+            raise BadRequestError(
+                "cannot resume: that checkpoint was not written by samestep train"
+            )
         for key, value in self.data.items():
             if saved[key] != value:
                 raise BadRequestError(
-                    f"cannot resume: the {key} of the data was {saved[key]} and is {value} here; "
-                    "the sequences would be others"
+                    f"cannot resume: the {key} of the data was {saved[key]} and is "
+                    f"{value} here; the run would continue on other sequences: give the "
+                    "same --data and --context"
                 )
 
 

@@ -21,13 +21,15 @@ class CompiledRules:
     def __init__(self, backend: str) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"compile: torch has no backend {backend!r}; it has {known}")
+            raise ValueError(
+                f"compile={backend!r}: torch.compile has no such backend; it has {known}"
+            )
         try:
             torch.compile(run_rule, backend=backend)  # nothing is compiled before it is called
         except RuntimeError as error:  # of a Python that is newer than this torch
             raise ValueError(
-                f"compile={backend!r}: torch {torch.__version__} says {str(error)!r}: leave "
-                "compile out, or take a newer torch"
+                f"compile={backend!r}: torch {torch.__version__} says {str(error)!r}: "
+                "leave compile out, or use a newer torch"
             ) from error
         self.backend = backend
         self._graphs: dict[tuple[object, ...], Callable[..., Result]] = {}

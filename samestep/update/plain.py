@@ -115,7 +115,8 @@ def run_rule(
         return Result(new.param, new.state)
     if new.direction is None:
         raise NotImplementedError(
-            f"rule {rule.name!r} does not tell its direction, so update_rms cannot be measured"
+            f"rule {rule.name!r} does not define direction(), so update_rms cannot be "
+            "measured: leave update_rms out"
         )
     return Result(new.param, new.state, direction_squares(new.direction(), rule.kind))
 

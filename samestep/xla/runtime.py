@@ -44,7 +44,7 @@ def start(devices: int) -> torch.device:
         xr.use_spmd()
     found = xr.global_runtime_device_count()
     if found != devices:
-        raise RuntimeError(f"{devices} XLA devices were asked for, and the runtime has {found}")
+        raise RuntimeError(f"{devices} XLA devices were requested, and the runtime has {found}")
     device: torch.device = torch_xla.device()
     return device
 
@@ -58,8 +58,8 @@ def spmd_devices() -> dict[int, str]:
 
     if not xr.is_spmd():
         raise RuntimeError(
-            "a mesh divides the devices of one program: call torch_xla.runtime.use_spmd() before "
-            "the first tensor is on XLA"
+            "a mesh of XLA devices needs SPMD mode: call torch_xla.runtime.use_spmd() "
+            "before the first tensor is on XLA"
         )
     found = {}
     for attributes in xr.global_runtime_device_attributes():

@@ -107,7 +107,9 @@ def parse(spec: str, dims: int) -> Tiling | None:
         spec,
     )
     if found is None:
-        raise NotImplementedError(f"a tensor has a sharding that is not known here: {spec}")
+        raise NotImplementedError(
+            f"a tensor has an XLA sharding that samestep does not support: {spec}"
+        )
     tiles, listed, order, axes, has_copies = found.groups()
     if listed is not None:
         devices = _numbers(listed)

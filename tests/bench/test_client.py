@@ -330,7 +330,7 @@ def test_a_gpu_is_needed_unless_a_cpu_is_asked_for(tmp_path, capsys, peers, text
         ),
         (
             {**NANOCHAT, "nanochat/gpt.py": "class GPT: pass"},
-            "this nanochat's GPT has no setup_optimizer: take a newer checkout",
+            "this nanochat's GPT has no setup_optimizer: use a newer checkout",
         ),
     ],
     ids=["no checkout", "something missing", "another dtype", "too old"],

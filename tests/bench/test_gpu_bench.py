@@ -101,7 +101,7 @@ def test_orthogonalize(tmp_path, capsys):
         ("step --device cpu --set tiny --rounds -1", "--rounds must be at least 1, got -1"),
         ("step --device cpu --set tiny --warmup 0", "--warmup must be at least 1, got 0"),
         ("step --device cpu --set tiny --variants mine", "--variants: 'mine' is not known"),
-        ("step --device cpu", "--device cpu is slow, and only for --set tiny"),
+        ("step --device cpu", "--device cpu only works with --set tiny"),
         ("step", "--device cuda needs a CUDA device, and there is none here"),
         ("step --rounds few", "argument --rounds: invalid int value"),
         ("step --peer-path nowhere", "--peer-path 'nowhere' is not a folder"),
@@ -295,7 +295,7 @@ def test_peers_orthogonalize_or_say_why_not(fakes, monkeypatch):
     names = ("dion-triton", "dion-polar", "gram", "gram-torch")
     chosen = [each for each in FUNCTIONS if each.name in names]
     dion, polar, gram, plain = Measurement((2, 4, 8), CPU).run(chosen, rounds=1, warmup=1)
-    assert dion.failed == "ArithmeticError: the batch was overwritten"
+    assert dion.failed == "ArithmeticError: the orthogonalization overwrote its input"
     assert polar.failed == "ImportError: no dion.polar_express here; --peer-path names a checkout"
     assert gram.failed == "ModuleNotFoundError: No module named 'quack_that_nobody_has'"
     assert plain.failed is None

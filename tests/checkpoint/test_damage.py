@@ -44,7 +44,7 @@ def assert_refused(folder, file, here, how):
         samestep.load(folder, model, opt)
     text = str(caught.value)
     assert file in text, how
-    assert "take another checkpoint" in text, how
+    assert "load another checkpoint" in text, how
     assert same_bits(local_bits(model, opt), before), how
 
 

@@ -225,7 +225,7 @@ def test_damage(saved, tmp_path, name, capsys):
                 (folder / file).write_bytes(data if how == "flipped" else data[:-1])
             assert cli.main(["inspect", str(folder), "--verify"]) == 2, folder
             text = " ".join(capsys.readouterr().err.split())
-            assert "take another checkpoint" in text, text
+            assert "load another checkpoint" in text, text
             assert file.name.removesuffix(".sha256") in text.replace(" ", ""), text
 
 

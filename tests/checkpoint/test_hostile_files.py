@@ -166,7 +166,7 @@ def test_metadata_that_would_run_code(found, tmp_path, ways):
     for kind, data in found.items():
         folder = write_folder(tmp_path / "dcp", data)
         ways.refuse(folder, str(folder / ".metadata"), "not what it claims to be", "nothing of it")
-        ways.refuse(folder, "take another checkpoint", which=["load", "inspect"])
+        ways.refuse(folder, "load another checkpoint", which=["load", "inspect"])
         assert not ran(tmp_path), kind
 
 

@@ -292,7 +292,7 @@ def test_gpt_shapes():
     assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 50)
     tokens = torch.randint(50, (3, 16))
     assert model.loss(tokens, tokens).shape == ()
-    with pytest.raises(ValueError, match="17 tokens do not fit a context of 16"):
+    with pytest.raises(ValueError, match="17 tokens are more than the model's context of 16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
 
 

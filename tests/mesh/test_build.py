@@ -232,7 +232,7 @@ def test_the_timeout_of_new_groups():
 
 def test_a_timeout_of_nothing_is_refused():
     def job(rank):
-        with pytest.raises(ValueError, match="timeout must be above 0 seconds, got 0"):
+        with pytest.raises(ValueError, match="mesh: timeout must be above 0 seconds, got 0"):
             build(timeout=0)
 
     run_threaded(1, job)

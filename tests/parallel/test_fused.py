@@ -481,7 +481,7 @@ def test_what_is_refused():
         assert "have 32 + 0 rows, and it has 32" in found["no rows"]
         assert "8 rows of 'layers.0.attention.qkv' are no 3 equal heads" in found["heads"]
         assert "a part of 2 heads, which 4 ranks of the model axis" in found["queries"]
-        assert "parts of 4 and of 3 heads, which do not go into each other" in found["groups"]
+        assert "parts of 4 and of 3 heads, neither of which divides the other" in found["groups"]
         assert "a part of 18 rows, which 4 ranks of the model axis" in found["rows"]
         assert found["rows"].endswith("take tp 2 or 3")
         assert "is rows 0 to 16 of 32, and split_sizes (32,) of" in found["one block"]

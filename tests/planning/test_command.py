@@ -195,7 +195,7 @@ def refused(words, capsys):
         (["gpt2-xl", "--batch", "2"], "--batch counts sequences: give --sequence"),
         (["gpt2-xl", "--batch", "2", "--sequence", "8", "--tokens", "8"], "are 16 tokens, not"),
         (["gpt2-xl", "--tokens", "-1"], "--tokens must be 0 or more, got -1"),
-        (["gpt2-xl", "--tokens", "9", "--micro-batches", "2"], "take a multiple of 2"),
+        (["gpt2-xl", "--tokens", "9", "--micro-batches", "2"], "use a multiple of 2"),
         (
             ["gpt2-xl", "--mesh", "pp=4", "--tokens", "8", "--micro-batches", "2"],
             "do not fill pp=4",

@@ -270,7 +270,7 @@ def test_a_rank_of_torchrun_that_vanishes_is_not_waited_for(tmp_path):
     found = dict(results.get() for _ in range(2))
     assert (found[0][0], found[2][0]) == (1, 0)
     said = " ".join(found[0][1].split())
-    assert f"rank 1 was not heard of for {seconds} s between two cases" in said
+    assert f"rank 1 did not report for {seconds} s between two cases" in said
     assert "stopping here" in found[0][1]
     content = json.loads((tmp_path / "receipt.json").read_text())
     found = [case["status"] for case in content["cases"] if case["status"] != "does_not_apply"]
@@ -471,7 +471,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
             "--device is cuda, and torch sees no GPU here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
-        ("--mutants --continue", "--continue is for scenarios: leave it out with --mutants"),
+        ("--mutants --continue", "--continue does not work with --mutants: leave it out"),
         ("--mutants --model gpt", "and all on their own models"),
         ("--model sing", "--model 'sing' is not tiny, gpt or PATH:FACTORY"),
         ("--model no_such_module:make", "--model: 'no_such_module' cannot be imported"),
@@ -484,7 +484,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
         ("--model own_models:many_lines", "own_models:many_lines: RuntimeError: first line"),
         ("--model own_models:leaves", "own_models:leaves: SystemExit: 3"),
         ("--model own_models:unseeded", "gave another 'weight' at its second call"),
-        ("--model own_models:renamed", "gave parameters of other names at its second call"),
+        ("--model own_models:renamed", "gave parameters with other names at its second call: it must build the same model each time"),
         ("--model own_models:lazy", "parameter 'weight' is lazy: call the model once"),
         ("--model own_models:meta", "parameter 'weight' is on 'meta'"),
         ("--model own_models:transposed", "parameter 'weight' is not contiguous"),

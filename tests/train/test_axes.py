@@ -98,10 +98,10 @@ def test_factors_on_a_mesh(tmp_path):
     ("flags", "message"),
     [
         ("--replicate 2 --layout zero1", "--layout zero1 leaves every data rank a copy, and"),
-        ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1"),
+        ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1: give --tp, or leave --sp out"),
         ("--compile", "--compile is about blocks that an axis cuts: add --tp"),
         ("--tp 2 --compile --recompute selective", "--compile leaves none: take --recompute full"),
-        ("--ep 2", "--ep: about experts, and there are none: add --moe"),
+        ("--ep 2", "--ep: needs experts, and the model has none: add --moe or --experts"),
         ("--null-experts 1 --z-loss 0.1", "--null-experts, --z-loss: about experts, and there are"),
         ("--moe --z-loss -1", "--z-loss must be at least 0, got -1.0"),
         (

@@ -45,8 +45,9 @@ def with_preset(source: Source, preset: str | None) -> Source:
         factor = _factor(own, new)
         if factor == 0.0 or factor == float("inf"):
             raise CheckpointError(
-                f"{group['params'][0]!r} has momentum {own['momentum']}, with which a sum is no "
-                f"average: leave --preset {preset} out, and load with its own form"
+                f"{group['params'][0]!r} has momentum {own['momentum']}, so that its "
+                "sum of gradients cannot be turned into the average of --preset "
+                f'{preset}: leave --preset out, and load it with momentum_form="sum"'
             )
         if factor != 1.0:
             factors |= {state_key(name, "momentum_buffer"): factor for name in group["params"]}
@@ -72,8 +73,9 @@ def _same_variance(
     if has != wants:
         does, not_there = ("keeps", "has none") if wants else ("keeps none", "has one")
         raise CheckpointError(
-            f"preset {preset!r} {does} a variance of rows, and the state of {names[0]!r} "
-            f"{not_there}: take a preset that is like it, or set variance_beta2 when you load"
+            f"preset {preset!r} {does} a variance of rows, and the state of "
+            f"{names[0]!r} {not_there}: choose a preset that matches, or set "
+            "variance_beta2 in the optimizer that loads it"
         )
 
 
@@ -114,8 +116,9 @@ def checked(source: Source) -> None:
             full = complete(options, {})
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the options of {name!r} have no counterpart here: {error}. Give --preset with a "
-                "preset whose options you want instead, or convert the model alone"
+                f"the options of {name!r} have no equivalent in samestep: {error}. Give "
+                "--preset NAME to take the options of a preset, or convert the model "
+                "alone with --only model"
             ) from None
         for name in group["params"]:
             _check_state(source, name, full)
@@ -130,23 +133,22 @@ def _check_state(source: Source, name: str, options: Mapping[str, Any]) -> None:
         own = state_key(name, key)
         if own not in source.tensors:
             way = "give the number of steps with --step" if key == "step" else "is it whole?"
-            raise CheckpointError(
-                f"{own} is not in the source, and rule {rule.name!r} needs it: {way}"
-            )
+            raise CheckpointError(f"the source has no {own}, which rule {rule.name!r} needs: {way}")
         if shape is None or wanted[key] == ():
             continue
         found = source.tensors[own].size
         if wanted[key] == (1, 1) and key != "variance" and tuple(found) != shape:
             raise CheckpointError(
-                f"{own} has shape {tuple(found)} and the parameter {shape}: they are of other "
-                "models, or it stacks parameters"
+                f"{own} has shape {tuple(found)} and the parameter {shape}: the files "
+                "are of different models, or the source stacks several parameters in "
+                "one"
             )
         if key == "variance" and options.get("split_sizes") is None and len(shape) == 2:
             expected = prod(rule.state_shapes(shape, options)[key])
             if found.numel() != expected:
                 raise CheckpointError(
-                    f"{own} has {found.numel()} elements, and this one {expected}: {name!r} of "
-                    f"shape {shape} is wider than high, where NorMuon of dion and of its paper "
-                    "keeps a variance per row and this group one per column; convert the model "
-                    "alone"
+                    f"{own} has {found.numel()} elements, and this one {expected}: "
+                    f"{name!r} of shape {shape} has more columns than rows, where "
+                    "dion's NorMuon keeps a variance per row and samestep one per "
+                    "column: convert the model alone with --only model"
                 )

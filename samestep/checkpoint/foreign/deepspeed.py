@@ -64,7 +64,8 @@ def read(path: Path, given: SourceOptions) -> Source:
     models = _by_rank(folder, MODEL)
     if not models:
         raise CheckpointError(
-            f"{folder} has no {MODEL}, which has the names of parameters: take it from the run"
+            f"{folder} has no {MODEL}, which has the names of the parameters: copy it "
+            "from the folder of the run"
         )
     facts = safe.load_dict(models[0], SHELLS)
     universal = any(folder.glob("zero/*/fp32.pt"))
@@ -72,8 +73,8 @@ def read(path: Path, given: SourceOptions) -> Source:
     parallel = [key for key in ("tp_degree", "pp_degree") if degrees.get(key, 1) > 1]
     if parallel and not universal:
         raise CheckpointError(
-            f"{folder} is of {parallel[0]} above 1: make it a universal checkpoint with "
-            "DeepSpeed's ds_to_universal, and convert that"
+            f"{folder} was saved with {parallel[0]} above 1: turn it into a universal "
+            "checkpoint with DeepSpeed's ds_to_universal, and convert that"
         )
     into, ranks = _Into(given.only), 1
     if universal:
@@ -88,11 +89,13 @@ def read(path: Path, given: SourceOptions) -> Source:
         ranks = max(counts) if isinstance(counts, list) else counts
         if ranks != len(files):
             raise CheckpointError(
-                f"{folder} has {len(files)} {OPTIM} files and should have {ranks}: are the files "
-                "of all ranks there?"
+                f"{folder} has {len(files)} {OPTIM} files instead of {ranks}: copy the "
+                "files of all ranks"
             )
         if stage not in (1, 2, 3):
-            raise CheckpointError(f"{files[0]} is of ZeRO stage {stage}, and 1 to 3 are known")
+            raise CheckpointError(
+                f"{files[0]} has ZeRO stage {stage}, and only 1 to 3 are supported"
+            )
         _add_ranges(files, states, facts["param_shapes"], into, stage=stage)
     _add_model(models, facts, into.collected, whole=not parallel)
     extra = {key: facts[key] for key in KEPT if isinstance(facts.get(key), int | str)}
@@ -171,8 +174,8 @@ def _add_ranges(
         entries, groups = _entries(own[base], own)
         if stage == 3 and len(entries) != len(shapes):
             raise CheckpointError(
-                f"{file} has state of {len(entries)} groups and {MODEL} shapes of {len(shapes)}: "
-                "are these files of one checkpoint?"
+                f"{file} has state of {len(entries)} groups, and {MODEL} has the shapes "
+                f"of {len(shapes)}: give files of one checkpoint"
             )
         group_of = {number: group for group in groups for number in group["params"]}
         for number, (entry, main) in enumerate(zip(entries, own[fp32], strict=True)):
@@ -193,9 +196,9 @@ def _add_ranges(
                     part = values.reshape(-1)[start : start + numel]
                     if part.numel() != numel:
                         raise CheckpointError(
-                            f"{origin} has {values.numel()} elements of {theirs}, and {name!r} "
-                            f"ends at {start + numel}: the file is cut short or of another "
-                            "checkpoint"
+                            f"{origin} has {values.numel()} elements of {theirs}, and "
+                            f"{name!r} ends at {start + numel}: the file is truncated "
+                            "or belongs to another checkpoint"
                         )
                     key = state_key(name, found.keys.get(theirs, MASTER))
                     into.collected.add_range(key, shape, done[name], part, f"{origin} {theirs}")
@@ -220,8 +223,8 @@ def _told_ranges(file: Path, own: State, number: int) -> dict[str, tuple[int, in
     places = own.get("param_slice_mappings")
     if places is None:
         raise CheckpointError(
-            f"{file} does not say where parameters are in it (param_slice_mappings): it is of "
-            "an old version; load and save it with a later one"
+            f"{file} lacks param_slice_mappings, the places of the parameters, because "
+            "an old DeepSpeed wrote it: load and save it with a newer one"
         )
     found = ((name, fragment.fields) for name, fragment in places[number].items())
     return {name: (fields["start"], fields["numel"]) for name, fields in found}
@@ -246,7 +249,9 @@ def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> N
         own, name = inside(folder, f"zero/{raw}"), without_wrappers(raw)
         files = {file.stem: file for file in sorted(own.glob("*.pt"))}
         if FP32 not in files:
-            raise CheckpointError(f"{own} has no {FP32}.pt: the checkpoint is not whole")
+            raise CheckpointError(
+                f"{own} has no {FP32}.pt: the checkpoint is incomplete, copy all of it"
+            )
         group = options[place] if place < len(options) else {}
         found = into.options(place, name, [key for key in files if key != FP32], group)
         shape = torch.Size(facts["param_shapes"][place][raw])
@@ -259,7 +264,7 @@ def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> N
             elif whole and value.numel() != prod(shape):
                 raise CheckpointError(
                     f"{files[theirs]} has shape {tuple(value.shape)}, and {name!r} has "
-                    f"{tuple(shape)}: are these files of one checkpoint?"
+                    f"{tuple(shape)}: give files of one checkpoint"
                 )
             elif whole:
                 value = value.reshape(shape)

@@ -57,8 +57,9 @@ def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
         return _muon(name, keys, group)
     reason = next((why for key, why in OTHERS.items() if key in keys), "it is of another optimizer")
     raise CheckpointError(
-        f"the state of {name!r} has the keys {sorted(keys)}, which have no counterpart here: "
-        f"{reason}. Convert the model alone, and begin with new state"
+        f"the state of {name!r} has the keys {sorted(keys)}, which no rule of samestep "
+        f"has ({reason}): convert the model alone with --only model, and begin with new "
+        "optimizer state"
     )
 
 
@@ -70,14 +71,16 @@ def _adamw(name: str, group: Group) -> dict[str, Any]:
     decoupled = group.get("decoupled_weight_decay", True)
     if not decoupled and float(group.get("weight_decay", 0)):
         raise CheckpointError(
-            f"{name!r} was trained by Adam with weight_decay {group['weight_decay']}, which is in "
-            "its gradients (L2) and in its state, and AdamW's is beside them: convert the model "
-            "alone, or train on with weight_decay 0 there and save again"
+            f"{name!r} was trained by Adam with weight_decay {group['weight_decay']}, "
+            "which Adam adds to gradients (L2), so that it is part of its moments; "
+            "AdamW keeps it apart. Convert the model alone with --only model, or train "
+            "on with weight_decay 0 there and save again"
         )
     if group.get("bias_correction") is False or group.get("correct_bias") is False:
         raise CheckpointError(
-            f"{name!r} was trained by an Adam without bias correction, which is always on here: "
-            "its steps would be others. Convert the model alone"
+            f"{name!r} was trained by an Adam without bias correction, and samestep "
+            "always corrects: its steps would differ. Convert the model alone with "
+            "--only model"
         )
     return _known("adamw", group)
 
@@ -85,8 +88,8 @@ def _adamw(name: str, group: Group) -> dict[str, Any]:
 def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
     if "dampening" in group:
         raise CheckpointError(
-            f"{name!r} was trained by SGD with momentum, which is no rule here: convert the model "
-            "alone"
+            f"{name!r} was trained by SGD with momentum, and samestep has no such rule: "
+            "convert the model alone with --only model"
         )
     found = {"momentum_buffer": "momentum_buffer"}
     if "adamw_betas" in group and "wd" in group:  # whose Muon sums
@@ -104,8 +107,9 @@ def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
         options = _form_of(preset) | own_spelling(dict(group))
     except ValueError as error:
         raise CheckpointError(
-            f"{name!r} was trained with adjust_lr_fn={group['adjust_lr_fn']!r}, which is not known "
-            f"here ({error}): convert the model alone"
+            f"{name!r} was trained with adjust_lr_fn={group['adjust_lr_fn']!r}, which "
+            f"samestep does not know ({error}): convert the model alone with --only "
+            "model"
         ) from None
     return Meaning("muon", found, _known("muon", options), preset)
 
@@ -138,8 +142,8 @@ def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
         return Meaning("adamw", _there(OF_DION, keys), _known("adamw", options), "dion")
     if algorithm not in ("muon", "normuon"):
         raise CheckpointError(
-            f"{name!r} was trained by dion's {algorithm!r}, which is no rule here: convert the "
-            "model alone"
+            f"{name!r} was trained by dion's {algorithm!r}, and samestep has no such "
+            "rule: convert the model alone with --only model"
         )
     # What files do not say, such as its polynomial and how it divides by the norm, is its default.
     preset = "dion_normuon" if algorithm == "normuon" else "dion"

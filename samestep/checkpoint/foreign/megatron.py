@@ -93,8 +93,8 @@ def read(path: Path, given: SourceOptions) -> Source:
     backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
     if backend != "torch_dist" or not (folder / METADATA).is_file():
         raise CheckpointError(
-            f"{folder} has the format {backend}, and torch_dist is known: load it with Megatron "
-            "and save it with --ckpt-format torch_dist"
+            f"{folder} has the format {backend}, and only torch_dist is supported: load "
+            "it with Megatron and save it with --ckpt-format torch_dist"
         )
     metadata = read_metadata(folder)
     load = partial(load_entry, folder, metadata)
@@ -109,7 +109,7 @@ def read(path: Path, given: SourceOptions) -> Source:
     except CheckpointError as error:
         if given.step is None and given.only != "model":
             raise CheckpointError(
-                f"{error}; or give --step N, and it is converted without {COMMON}"
+                f"{error}; or give --step N to convert it without {COMMON}"
             ) from None
         left.append(COMMON)
     options = list(_param_groups(common))
@@ -135,7 +135,8 @@ def read(path: Path, given: SourceOptions) -> Source:
     for raw, of_keys in state.items():
         if raw not in params:
             raise CheckpointError(
-                f"{folder} has state of {raw!r} and no such parameter: is the model in it?"
+                f"{folder} has optimizer state of {raw!r} and no such parameter: give a "
+                "checkpoint that has the model too"
             )
         for theirs, entry in of_keys.items():
             whole = _unflattened(entry, params[raw].shape)
@@ -190,8 +191,9 @@ def _unflattened(entry: Entry, shape: torch.Size) -> Entry:
         return entry
     if len(entry.shape) != len(shape) + 1 or prod(entry.shape) != prod(shape):
         raise CheckpointError(
-            f"{entry.key} has shape {tuple(entry.shape)} and its parameter {tuple(shape)}: it is "
-            "no form of Megatron's that is known"
+            f"{entry.key} has shape {tuple(entry.shape)} and its parameter "
+            f"{tuple(shape)}: this form of Megatron is not supported; convert the model "
+            "alone with --only model"
         )
     part = tuple(size // parts for size, parts in zip(shape, entry.shape[:-1], strict=True))
     chunks = []
@@ -264,9 +266,10 @@ def _order(folder: Path, given: SourceOptions) -> list[str]:
         return names_of(given.model)
     if given.names is None:
         raise CheckpointError(
-            f"{folder} has its optimizer in buckets (dp_reshardable), which have no names: give "
-            "the names of model.named_parameters() in order with --names, or the model with "
-            "--model, or save it once with --dist-ckpt-optim-fully-reshardable"
+            f"{folder} has its optimizer state in flat buckets without names "
+            "(dp_reshardable): give the names of model.named_parameters() in order "
+            "with --names, or the model with --model, or save it once with "
+            "--dist-ckpt-optim-fully-reshardable"
         )
     return [name.removeprefix("module.") for own in as_lists(given.names) for name in own]
 
@@ -290,20 +293,24 @@ def _from_buckets(
         assert found is not None
         if found["ranks"] != "0":
             raise CheckpointError(
-                f"{entry.key} is of tensor or pipeline parallel ranks, whose buckets have parts of "
-                f"parameters: save {folder} once with --dist-ckpt-optim-fully-reshardable"
+                f"{entry.key} comes from tensor or pipeline parallel ranks, whose "
+                f"buckets have parts of parameters: save {folder} once with "
+                "--dist-ckpt-optim-fully-reshardable"
             )
         buffer = of_buffer.setdefault((int(found["buffer"]), found["dtype"]), {})
         buffer.setdefault(int(found["bucket"]), {})[found["key"]] = entry
     kinds = [dtype for _, dtype in of_buffer]
     if len(set(kinds)) < len(kinds):
         raise CheckpointError(
-            f"{folder} has several buffers of {kinds[0]} (of experts, or model chunks), and what "
-            "is in which nobody can tell: save it once with --dist-ckpt-optim-fully-reshardable"
+            f"{folder} has several buffers of {kinds[0]} (of experts, or model chunks), "
+            "and nothing says which parameters are in which: save it once with "
+            "--dist-ckpt-optim-fully-reshardable"
         )
     unknown = [name for name in order if name not in shapes]
     if unknown:
-        raise CheckpointError(f"there is a name {unknown[0]!r}, which {folder} does not have")
+        raise CheckpointError(
+            f"--names or --model has the name {unknown[0]!r}, which {folder} does not have"
+        )
     keys_of: dict[str, dict[str, None]] = {}
     for (_, dtype), numbered in sorted(of_buffer.items()):
         left = [name for name in reversed(order) if str(dtypes[name]) == f"torch.{dtype}"]
@@ -333,8 +340,8 @@ def _check_main(folder: Path, name: str, collected: Collected) -> None:
     main = collected.whole(state_key(name, MASTER))
     if not torch.equal(main.to(model.dtype), model):
         raise CheckpointError(
-            f"{folder}: what would be {name!r} in its bucket is not what the model has: the names "
-            "are not in the order of model.named_parameters()"
+            f"{folder}: the values in its bucket at the place of {name!r} differ from "
+            "the model's: give the names in the order of model.named_parameters()"
         )
 
 

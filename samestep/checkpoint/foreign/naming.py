@@ -52,8 +52,8 @@ def by_groups(where: object, groups: Sequence[Mapping[str, Any]], names: Names) 
         return dict(zip(sorted(numbers), lists[0], strict=True))
     if counts != sizes:
         raise CheckpointError(
-            f"there are groups of {counts} names, and {where} has groups of {sizes} parameters: "
-            "take both from the same model"
+            f"--names has groups of {counts} names, and {where} has groups of {sizes} "
+            "parameters: both must come from the same model"
         )
     return dict(zip(numbers, (name for own in lists for name in own), strict=True))
 
@@ -64,8 +64,9 @@ def check_shapes(where: object, names: Mapping[Any, str], shapes: Shapes, known:
         found, wanted = shapes.get(number), known.get(name)
         if found is not None and wanted is not None and found != wanted:
             raise CheckpointError(
-                f"{where}: parameter {number} with state of shape {tuple(found)} would be {name!r} "
-                f"of shape {tuple(wanted)}: it stacks parameters or sorts them otherwise; {HOW}"
+                f"{where}: parameter {number} with state of shape {tuple(found)} does "
+                f"not fit {name!r} of shape {tuple(wanted)}, which has that number in "
+                f"the model: the optimizer had another order of parameters; {HOW}"
             )
 
 
@@ -111,14 +112,14 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
         if not fitting:
             some = ", ".join(list(new.values())[:4])
             raise CheckpointError(
-                f"--rename '{pattern}={replacement}' fits no name; there are: {some} ..."
+                f"--rename '{pattern}={replacement}' matches no name; the names are {some} ..."
             )
     seen: dict[str, str] = {}
     for old, name in new.items():
         if seen.setdefault(name, old) != old:
             raise CheckpointError(
-                f"--rename makes {name!r} of both {seen[name]!r} and {old!r}: make the patterns "
-                "narrower"
+                f"--rename turns both {seen[name]!r} and {old!r} into {name!r}: use a "
+                "narrower pattern"
             )
     back = {_with_name(tensor, new[name_and_key(tensor)[0]]): tensor for tensor in source.tensors}
     return replace(

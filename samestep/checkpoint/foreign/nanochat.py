@@ -35,13 +35,16 @@ def is_nanochat(opt: Content) -> bool:
 def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
     """The optimizer's files of all ranks, of which `path` is that of the first."""
     if names is None:
-        raise CheckpointError(f"{path} is of nanochat, and has no names of parameters: {HOW}")
+        raise CheckpointError(
+            f"{path} is a checkpoint of nanochat, whose optimizer state has no names of "
+            f"parameters: {HOW}"
+        )
     ranks = [safe.load_dict(of_rank) for of_rank in files_of_all_ranks(path)]
     groups = ranks[0]["param_groups"]
     named = by_groups("the optimizer", groups, names)
     unknown = [name for name in named.values() if name not in model]
     if unknown:
-        raise CheckpointError(f"there is a name {unknown[0]!r}, which the model does not have")
+        raise CheckpointError(f"--names has {unknown[0]!r}, which the model does not have")
     collected = Collected()
     for place, group in enumerate(groups):
         of_group = [named[number] for number in group["params"]]
@@ -114,6 +117,7 @@ def _incomplete(
 ) -> CheckpointError:
     shape = None if found is None else tuple(found.shape)
     return CheckpointError(
-        f"{path}: the state of {name!r} has shape {shape} in files of {ranks} ranks, and "
-        f"{expected} was expected: are all files of ranks there, and the names in their order?"
+        f"{path}: the state of {name!r} has shape {shape} in files of {ranks} ranks, "
+        f"and {expected} was expected: copy the files of all ranks, and give the names "
+        "in their order"
     )

@@ -35,9 +35,9 @@ def load(path: Path, shells: Iterable[str] = ()) -> Any:
         return read_archive(mapped(path), shells)
     except PickleError as error:
         raise CheckpointError(
-            f"{path} is not the tensors and plain values that it should be, and cannot be loaded "
-            f"without running what is in it ({error}); nothing was run. If you trust it, load it "
-            "yourself and save its state dicts alone"
+            f"{path} has more than tensors and plain values ({error}), and loading it "
+            "could run code; nothing was loaded. If you trust the file, load it with "
+            "torch.load(weights_only=False) and save only its state dicts"
         ) from None
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
         raise CheckpointError(f"{path} is no file of torch.save: {str(error)[:200]}") from None
@@ -46,7 +46,7 @@ def load(path: Path, shells: Iterable[str] = ()) -> Any:
 def load_dict(path: Path, shells: Iterable[str] = ()) -> Mapping[str, Any]:
     content = load(path, shells)
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} has a {type(content).__name__}, and a dict is needed")
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
     return content
 
 
@@ -56,7 +56,9 @@ def safetensors(path: Path) -> dict[str, Tensor]:
         data = mapped(path)
         start = 8 + int.from_bytes(data[:8], "little")
         if start > len(data):
-            raise ClaimError(f"its header has {start - 8} bytes, and the file {len(data)}")
+            raise ClaimError(
+                f"its header is said to have {start - 8} bytes, and the file has {len(data)}"
+            )
         header = json.loads(bytes(data[8:start]))
         raw = torch.frombuffer(data, dtype=torch.uint8)[start:]
         return {
@@ -73,7 +75,9 @@ def _of_header(name: str, entry: Any, raw: Tensor) -> Tensor:
     dtype, shape = DTYPES[entry["dtype"]], sizes_from(entry["shape"], f"the shape of {name!r}")
     begin, end = (whole(at, f"the place of {name!r}") for at in entry["data_offsets"])
     if end > len(raw) or end - begin != prod(shape) * dtype.itemsize:
-        raise ClaimError(f"{name!r} of {shape} is at {begin} to {end} of {len(raw)} bytes")
+        raise ClaimError(
+            f"{name!r} of shape {shape} is said to be at bytes {begin} to {end} of {len(raw)}"
+        )
     values = raw[begin:end]
     if values.data_ptr() % dtype.itemsize:  # files of today are aligned
         values = values.clone()

@@ -175,7 +175,8 @@ def _named(
     """By the number of a parameter its name: as saved, as given, or of a model that fits."""
     if PART in opt:
         raise CheckpointError(
-            f"{path} is the part of one rank; save with samestep.save, which writes all of it"
+            f"{path} is the state of one rank of several: save with samestep.save, "
+            "which writes the state of all ranks"
         )
     groups = opt["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
@@ -197,8 +198,8 @@ def _named(
         )
     if len(groups) > 1 and len(set(known.values())) < len(known):
         raise CheckpointError(
-            f"{why}, and which of a shape are in which of its {len(groups)} groups nobody can "
-            f"tell: {HOW}"
+            f"{why}, and several parameters have the same shape, so that nothing says "
+            f"which are in which of its {len(groups)} groups: {HOW}"
         )
     if len(groups) == 1:
         by_order = dict(zip(sorted(numbers), known, strict=True))
@@ -207,7 +208,9 @@ def _named(
     of_shape: dict[torch.Size | None, str] = {shape: name for name, shape in known.items()}
     by_shape = {number: of_shape.get(shapes.get(number), "") for number in numbers}
     if set(by_shape.values()) != set(known):
-        raise CheckpointError(f"{why}, and shapes of state are not those of the model: {HOW}")
+        raise CheckpointError(
+            f"{why}, and the shapes of its state are not those of the model: {HOW}"
+        )
     return by_shape
 
 

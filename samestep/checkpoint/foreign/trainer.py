@@ -67,7 +67,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
     if (path / PICKLED).is_file():
         return model_in(safe.load_dict(path / PICKLED))
     raise CheckpointError(
-        f"{path} has no {SAFE}, {SHARDS} or {PICKLED}: its parameters have no names without these"
+        f"{path} has no {SAFE}, {SHARDS} or {PICKLED}: without one of these files its "
+        "parameters have no names"
     )
 
 
@@ -100,8 +101,9 @@ def _built(path: Path) -> nn.Module:
         import transformers
     except ImportError:
         raise CheckpointError(
-            f"{path / OPTIMIZER} has numbers for names, and transformers, which could build the "
-            f"model of {CONFIG}, is not installed: install it, or {HOW}"
+            f"{path / OPTIMIZER} has numbers instead of names, and transformers, which "
+            f"would build the model from {CONFIG} to find them, is not installed: "
+            f"install it, or {HOW}"
         ) from None
     try:
         # No code that the folder brings or names on a hub.
@@ -116,7 +118,7 @@ def _built(path: Path) -> nn.Module:
     except Exception as error:  # whatever transformers raises
         reason = str(error).split("\n")[0]
         raise CheckpointError(
-            f"{path / CONFIG} is of no model that transformers can build ({reason}): {HOW}"
+            f"{path / CONFIG} describes no model that transformers can build ({reason}): {HOW}"
         ) from None
     built.tie_weights()  # type: ignore[operator]
     return built

@@ -76,12 +76,15 @@ class FlightRecorder:
         self, last: int = 256, *, watchdog: float | None = None, folder: str | Path | None = None
     ) -> None:
         if type(last) is not int or last < 1:
-            raise ValueError(f"last must be a whole number above 0, got {last!r}")
+            raise ValueError(f"FlightRecorder: last must be a whole number above 0, got {last!r}")
         if watchdog is not None and not watchdog > 0:
-            raise ValueError(f"watchdog must be a number of seconds above 0, got {watchdog!r}")
+            raise ValueError(
+                f"FlightRecorder: watchdog must be a number of seconds above 0, got {watchdog!r}"
+            )
         if folder is not None and watchdog is None:
             raise ValueError(
-                "folder is where the watchdog writes: give watchdog= too, or write dump() yourself"
+                "FlightRecorder: folder= is where the watchdog writes its dump: give "
+                "watchdog= too, or write dump() to a file yourself"
             )
         self.on_launch: list[Callable[[Record], None]] = []
         self.totals: dict[str, Totals] = {}
@@ -105,7 +108,8 @@ class FlightRecorder:
         if current is not None:
             which = "this" if current is self else "another"
             raise RuntimeError(
-                f"{which} FlightRecorder is already on, and a process has one: stop() it first"
+                f"{which} FlightRecorder is already running, and a process can have "
+                "only one: call stop() on it first"
             )
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -157,7 +157,9 @@ def parse(words: Sequence[str], prog: str) -> Options:
     options = read(Options, CONTESTANTS, words, prog)
     options.shape = tuple(dict.fromkeys(options.shape))
     if options.device == "cpu" and any(prod(shape) > MOST_ON_CPU for shape in options.shape):
-        raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
+        raise BadRequestError(
+            f"--device cpu only works with --shape of at most {MOST_ON_CPU} elements"
+        )
     return options
 
 
@@ -205,10 +207,10 @@ class Measurement(Contest[Result]):
         self._entries[result.contestant.name] = function
         found = function.call(self._batch)
         if not found.isfinite().all():
-            raise ArithmeticError("the result is not finite")
+            raise ArithmeticError("the result of the orthogonalization is not finite")
         if self._batch.sum(dtype=torch.float64) != self._sum:
             self._batch = make_batch(self.shape, self._device)
-            raise ArithmeticError("the batch was overwritten")
+            raise ArithmeticError("the orthogonalization overwrote its input")
         self._look_at(result, found, function.reference)
         del found
         for _ in range(warmup - 1):

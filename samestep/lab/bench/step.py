@@ -63,7 +63,7 @@ def parse(words: Sequence[str], prog: str) -> Options:
     options = read(Options, CONTESTANTS, words, prog)
     options.set = chosen("--set", options.set, list(SETS))
     if options.device == "cpu" and options.set != ("tiny",):
-        raise BadRequestError("--device cpu is slow, and only for --set tiny")
+        raise BadRequestError("--device cpu only works with --set tiny")
     return options
 
 

@@ -123,7 +123,9 @@ def stack_spread(degrees: Degrees, share_of: ShareOf, *, fsdp: bool = True) -> S
         inner = axes.inner(share)
         if share.is_factor:
             if axes.has_fsdp and not fsdp:
-                raise ValueError(f"{name!r} is of LoRA, which is planned with FSDP2 alone")
+                raise ValueError(
+                    f"{name!r} is a LoRA factor, and LoRA can only be planned with --sharding zero3"
+                )
             return _factor(axes, share)
         after = tuple((axis,) for axis in inner)
         if not by_fsdp:
@@ -327,9 +329,9 @@ class Job:
 def _check(degrees: Degrees, settings: Settings) -> None:
     if degrees.replicate > 1 and degrees.tp * degrees.ep > 1 and settings.sharding != "zero3":
         raise BadRequestError(
-            f"replicate={degrees.replicate} with tp={degrees.tp}, ep={degrees.ep} needs --sharding "
-            "zero3: copies of parts are averaged over all ranks that have them, in no groups; take "
-            f"dp={degrees.replicate * degrees.data} without replicate"
+            f"replicate={degrees.replicate} with tp={degrees.tp}, ep={degrees.ep} needs "
+            "--sharding zero3; the others average gradients over all copies at once: "
+            f"give dp={degrees.replicate * degrees.data} without replicate"
         )
     if settings.buffers == "flat" and settings.sharding in ("none", "zero3"):
         raise BadRequestError(f"flat buffers are for zero1 and zero2, not {settings.sharding}")

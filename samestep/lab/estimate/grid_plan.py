@@ -297,7 +297,7 @@ def plan_on_grid(
             if found is not None:
                 asked.lie[param] = found
             elif kind == "dtensor":
-                raise ValueError(f"{name!r} is a DTensor: spread= has to say how it will lie")
+                raise ValueError(f"{name!r} is a DTensor: pass spread=, its placements")
     present = set(asked.kinds.values())
     kinds = [kind.name for kind in KINDS if kind.name in present]  # as the optimizer has them
     placements = tuple(placed for kind in kinds for placed in PLACED[kind](asked))
@@ -406,8 +406,9 @@ def _dtensor_placements(asked: _Request) -> Iterator[GridPlacement]:
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
             raise ValueError(
-                f"muon_schedule='gather' has every rank compute every block: it is planned for up "
-                f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
+                "muon_schedule='gather' has every rank compute every block, and can be "
+                f"planned for at most {MOST_GATHERING_RANKS} ranks, not {peers.size}: "
+                "use 'parallel'"
             )
         overs = [lie[param] for param in members.params]
         both = zip(members.specs, overs, strict=True)
@@ -479,7 +480,7 @@ def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBox
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
     if list(over.axes) != [axis for axis in grid.sizes if axis in over.axes]:
-        raise ValueError(f"mesh axes {over.axes} are not in the order of the grid's")
+        raise ValueError(f"mesh axes {over.axes} are in another order than the grid's")
     room = max(box.numel for box in boxes) if over.padded else None
     return RankBoxes(tuple(boxes), tuple(copies)), room
 

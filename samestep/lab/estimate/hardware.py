@@ -177,8 +177,8 @@ def find_hardware(text: str) -> Hardware:
     path = Path(text)
     if path.suffix != ".json":
         raise BadRequestError(
-            f"--hardware {text!r} is no preset ({', '.join(PRESETS)}) and no .json file of "
-            "samestep plan --calibrate"
+            f"--hardware {text!r} is neither a preset ({', '.join(PRESETS)}) nor a "
+            ".json file of samestep plan --calibrate"
         )
     about = f"--hardware: {str(path)!r}"
     content = read_json(path, "--hardware: ")

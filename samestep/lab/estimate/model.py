@@ -91,8 +91,8 @@ def _made(path: str, dtype: torch.dtype) -> nn.Module:
     for name, param in trainable.items():
         if param.device.type != "meta":
             raise BadRequestError(
-                f"MODEL {path}: parameter {name!r} is on {param.device.type!r} and would take "
-                "memory: let the factory leave devices to its caller"
+                f"MODEL {path}: parameter {name!r} is on {param.device.type!r} and "
+                "would take memory: build the model without device= in the factory"
             )
     return module.to(dtype)
 
@@ -136,7 +136,9 @@ def stage_of(module: nn.Module, stage: int, stages: int, per_rank: int = 1) -> n
     if found is None or len(found[1]) < stages * per_rank:
         count = 0 if found is None else len(found[1])
         each = f" with {per_rank} stages per rank" if per_rank > 1 else ""
-        raise BadRequestError(f"pp={stages}{each} needs as many layers, and the model has {count}")
+        raise BadRequestError(
+            f"pp={stages}{each} needs at least as many layers, and the model has {count}"
+        )
     path, layers = found
     spread_out = spread(len(layers), stages * per_rank)
     mine = [spread_out[number] for number in range(stage, stages * per_rank, stages)]

@@ -205,20 +205,20 @@ def read_batch(options: Options, degrees: Degrees) -> Batch | None:
     if options.stages_per_rank < 1:
         raise BadRequestError(f"--stages-per-rank must be 1 or more, got {options.stages_per_rank}")
     if options.stages_per_rank > 1 and degrees.pp == 1:
-        raise BadRequestError("--stages-per-rank is of a pipeline: give --mesh pp=...")
+        raise BadRequestError("--stages-per-rank needs a pipeline: add pp=... to --mesh")
     if options.stages_per_rank > 1 and options.sharding == "zero3":
         raise BadRequestError(
-            "--stages-per-rank is planned with none, zero1 and zero2: FSDP2 gathers every stage of "
-            "a rank at times of its own, which zero3 here does not follow"
+            "--stages-per-rank can be planned with --sharding none, zero1 and zero2, not with zero3"
         )
     tokens = options.tokens
     if options.batch:
         if not options.sequence:
-            raise BadRequestError("--batch counts sequences: give --sequence, their length, too")
+            raise BadRequestError("--batch needs --sequence, the tokens of each sequence")
         if tokens not in (0, options.batch * options.sequence):
             raise BadRequestError(
                 f"--batch {options.batch} of --sequence {options.sequence} are "
-                f"{options.batch * options.sequence} tokens, not --tokens {tokens}: leave one out"
+                f"{options.batch * options.sequence} tokens, not --tokens {tokens}: "
+                "leave --batch or --tokens out"
             )
         tokens = options.batch * options.sequence
     parts = options.micro_batches or degrees.pp
@@ -229,16 +229,16 @@ def read_batch(options: Options, degrees: Degrees) -> Batch | None:
         raise BadRequestError(
             f"{tokens} tokens do not divide into {parts} micro-batches"
             + (f" of sequences of {options.sequence}" if options.sequence else "")
-            + f": take a multiple of {unit}"
+            + f": use a multiple of {unit}"
         )
     if options.stages_per_rank == 1 and parts < degrees.pp:
         raise BadRequestError(
-            f"--micro-batches {parts} do not fill pp={degrees.pp}: take at least as many"
+            f"--micro-batches {parts} are fewer than pp={degrees.pp}: give at least as many"
         )
     if options.stages_per_rank > 1 and parts % degrees.pp:
         raise BadRequestError(
-            f"--micro-batches {parts} are no multiple of pp={degrees.pp}, which interleaved stages "
-            "need"
+            f"--micro-batches {parts} are no multiple of pp={degrees.pp}, which "
+            "--stages-per-rank above 1 requires"
         )
     return Batch(tokens // parts, parts, options.recompute, options.stages_per_rank)
 

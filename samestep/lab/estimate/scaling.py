@@ -65,7 +65,8 @@ def numbers_of_ranks(degrees: Degrees, ranks: Sequence[int] = RANKS) -> list[int
     found = [number for number in ranks if number % others == 0]
     if not found:
         raise BadRequestError(
-            f"--scaling goes up to {max(ranks):,} ranks, and the axes beside dp have {others:,}"
+            f"--scaling plans at most {max(ranks):,} ranks, and the axes other than dp "
+            f"have {others:,} already"
         )
     return found
 

@@ -102,7 +102,7 @@ def play(
                 ends[run] = start + took
                 slots[rank].append(Slot(run, start, ends[run]))
         if len(ends) == before:
-            raise ValueError(f"{ranks} ranks with {per_rank} stages each wait for each other")
+            raise ValueError(f"a schedule of {ranks} ranks with {per_rank} stages each deadlocks")
     return slots
 
 

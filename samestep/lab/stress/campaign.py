@@ -320,10 +320,10 @@ class Lanes:
                 try:
                     kind, content = pipe.recv()
                 except EOFError:
-                    why = "a lane of the harness died; is there memory left?"
+                    why = "a process of --lanes died, perhaps for lack of memory: use fewer --lanes"
                     raise LaneDiedError(why) from None
                 if kind == "raised":
-                    raise LaneDiedError(f"a lane of the harness failed:\n{content}")
+                    raise LaneDiedError(f"a process of --lanes failed:\n{content}")
                 if kind == "ends":
                     pipes.remove(pipe)
                 elif kind == "free":

@@ -318,7 +318,7 @@ class Session:
                 check_receipt(self._content(interrupted=True))
             except ValueError as error:
                 raise BadRequestError(
-                    f"--continue: what {self.options.out} has is damaged: {error}"
+                    f"--continue: the unfinished run in {self.options.out} is damaged: {error}"
                 ) from error
 
     def _content(self, *, interrupted: bool) -> dict[str, Any]:

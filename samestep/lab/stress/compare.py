@@ -62,7 +62,7 @@ def read_receipt(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # not there, not JSON, not text, or not of that form
         why = getattr(error, "strerror", None) or str(error)
         raise ValueError(
-            f"{os.fspath(path)!r} is not a receipt of `samestep stress`, which writes one: {why}"
+            f"{os.fspath(path)!r} is no receipt of `samestep stress` (receipt.json): {why}"
         ) from error
     return dict(content)
 

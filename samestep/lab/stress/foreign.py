@@ -333,8 +333,8 @@ class ForeignTraining:
     def _run_backward(self, step: int) -> None:
         if any(isinstance(param, DTensor) for param in named_params(self.model).values()):
             raise BadRequestError(
-                f"--grads {self.grads}: the factory has made DTensors of the parameters, whose "
-                "gradients come reduced: leave --grads out"
+                f"--grads {self.grads}: the factory has turned parameters into "
+                "DTensors, whose gradients are reduced already: leave --grads out"
             )
         count = self.scenario.micro_batches(step)
         for micro in range(count):
@@ -442,7 +442,7 @@ def try_factory(
     except RanksFailed as failed:
         raise BadRequestError(f"--optimizer {path}: {_error_of(failed.reports[0])}") from failed
     if problem:
-        raise BadRequestError(f"--optimizer {path} gave {problem}: an optimizer has both")
+        raise BadRequestError(f"--optimizer {path} returned {problem}: an optimizer needs both")
 
 
 def run_case(

@@ -213,7 +213,9 @@ class Options:
             return
         for name, usual in (("grads", "reduced"), ("tolerance", TOLERANCE)):
             if getattr(self, name) != usual:
-                raise BadRequestError(f"{spelled(name)} is for --optimizer: give both, or neither")
+                raise BadRequestError(
+                    f"{spelled(name)} only works with --optimizer: give both, or neither"
+                )
         for name in () if self.scenario == "all" else self.scenario.split(","):
             _known("--scenario", name, EVERY_SCENARIO)
         if self.faults:
@@ -236,20 +238,20 @@ class Options:
             raise BadRequestError(f"--seed must be within 62 bits, got {self.seed}")
         if self.mutants and (self.scenario != "all" or self.layout != "all" or self.world_size):
             raise BadRequestError(
-                "--mutants have scenarios, layouts and ranks of their own: leave these options out"
+                "--mutants choose their own scenarios, layouts and ranks: leave these options out"
             )
         if self.quick and (self.mutants or self.device == "xla" or self.model != "tiny"):
             raise BadRequestError(
-                "--quick has scenarios and layouts of its own: leave it out with --mutants, "
-                "--device xla and --model"
+                "--quick chooses its own scenarios and layouts: leave it out with "
+                "--mutants, --device xla and --model"
             )
         if self.faults and (self.mutants or self.quick or self.goes_on or self.device == "xla"):
             raise BadRequestError(
-                "--faults are a run of their own: leave out --mutants, --quick, --continue and "
-                "--device xla"
+                "--faults cannot be combined with --mutants, --quick, --continue and "
+                "--device xla: leave these out"
             )
         if self.mutants and self.goes_on:
-            raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
+            raise BadRequestError("--continue does not work with --mutants: leave it out")
         self._check_xla()
         on_gpu = self.device == "cuda" and self.backend != "nccl"
         if self.mutants and (on_gpu or self.model != "tiny"):
@@ -344,13 +346,15 @@ class Options:
         if not of_xla and self.layout != "all":
             known = ", ".join((*sets, *layouts))
             raise BadRequestError(
-                f"--layout {self.layout} is for ranks, and --device xla has one program for all "
-                f"devices; there is: all, {known}"
+                f"--layout {self.layout} is for ranks, and --device xla is one program "
+                f"for all devices; choose from all, {known}"
             )
         if self.backend is not None:
-            raise BadRequestError("--device xla sends by itself: leave out --backend")
+            raise BadRequestError("--device xla has collectives of its own: leave out --backend")
         if self.lanes > 1:
-            raise BadRequestError("--device xla has a process for every case: leave out --lanes")
+            raise BadRequestError(
+                "--device xla runs every case in a process of its own: leave out --lanes"
+            )
         reason = runtime.missing()
         if reason is not None:
             raise BadRequestError(f"--device xla cannot run: {reason}")
@@ -403,15 +407,13 @@ class Options:
             return None
         for name in self.scenarios():
             if not EVERY_SCENARIO[name].takes_any_model:
-                raise BadRequestError(
-                    f"scenario {name!r} has a model of its own: leave out --model"
-                )
+                raise BadRequestError(f"scenario {name!r} uses its own model: leave out --model")
         return own_model(self.model, self.seed)
 
 
 def _known(flag: str, name: str, known: Mapping[str, Any]) -> None:
     if name not in known:
-        raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
+        raise BadRequestError(f"{flag} {name!r} is unknown; choose from all, {', '.join(known)}")
 
 
 # --- a model of the user's own: found, tried, and refused in one line if need be -----------------
@@ -462,8 +464,8 @@ def _check(model: nn.Module, path: str) -> None:
     count = sum(param.numel() for param in params.values())
     if count > MOST_ELEMENTS:
         raise BadRequestError(
-            f"--model {path} has {count:,} trainable elements, and the float64 reference is made "
-            f"for {MOST_ELEMENTS:,} at most: give a smaller configuration of it"
+            f"--model {path} has {count:,} trainable elements, and the float64 "
+            f"reference takes at most {MOST_ELEMENTS:,}: give a smaller configuration"
         )
 
 
@@ -484,10 +486,14 @@ def _problem(param: Tensor) -> str | None:
 def _compare(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter], path: str) -> None:
     """Every rank and every layout has to begin alike."""
     if first.keys() != second.keys():
-        raise BadRequestError(f"--model {path} gave parameters of other names at its second call")
+        raise BadRequestError(
+            f"--model {path} gave parameters with other names at its second call: it must "
+            "build the same model each time"
+        )
     for name, param in first.items():
         if not torch.equal(param, second[name]):
             raise BadRequestError(
-                f"--model {path} gave another {name!r} at its second call under the same "
-                "torch.manual_seed: draw from torch's generator alone"
+                f"--model {path} gave another value of {name!r} at its second call "
+                "under the same torch.manual_seed: use only torch's default generator "
+                "for initial values"
             )

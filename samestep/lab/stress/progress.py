@@ -127,12 +127,13 @@ class Progress:
         line, end = _line(record), file.seek(0, os.SEEK_END)
         try:
             if file.write(line) != len(line):
-                raise OSError("no room is left for it")
+                raise OSError("no space is left on the device")
         except OSError as error:
             file.truncate(end)
             why = error.strerror or error
             raise BadRequestError(
-                f"cannot write to {str(self.folder)!r}: {why}; --continue goes on from here"
+                f"cannot write to {str(self.folder)!r}: {why}; free space and resume "
+                "with --continue"
             ) from error
 
     def _take(self, entry: Entry, presence: Presence, seconds: float) -> None:
@@ -169,8 +170,8 @@ def go_on(now: Progress, say: Callable[[str], None]) -> Progress:
         say(f"Beginning anew: {now.folder} has a finished run, of which {different}.")
         return now
     raise BadRequestError(
-        f"--continue: in {str(now.folder)!r} is another unfinished run: {different}. "
-        "Choose another --out, or leave out --continue to begin anew"
+        f"--continue: in {str(now.folder)!r} is an unfinished run of another request: "
+        f"{different}. Choose another --out, or leave out --continue to start over"
     )
 
 

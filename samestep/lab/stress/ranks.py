@@ -358,7 +358,7 @@ class Pulse:
                     heard[rank] = beats, time.monotonic()
                 elif time.monotonic() - since > self._patience:
                     raise RuntimeError(
-                        f"rank {rank} was not heard of for {self._patience:g} s between two cases"
+                        f"rank {rank} did not report for {self._patience:g} s between two cases"
                     )
             time.sleep(POLL)
 

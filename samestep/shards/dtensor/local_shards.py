@@ -141,8 +141,8 @@ def refuse_unstaged(spec: ParamSpec, group: Group) -> None:
     rule = rule_of(group)
     if spec.blocks is not None and not is_staged(rule):
         raise ValueError(
-            f"rule {rule.name!r} has no stages, and {spec.name!r} is a DTensor: give the rule "
-            "prepare(), transform() and finish(), or use plain parameters"
+            f"rule {rule.name!r} has only update(), and {spec.name!r} is a DTensor: "
+            "give the rule prepare(), transform() and finish(), or use plain parameters"
         )
 
 

@@ -41,13 +41,13 @@ def agree_on_plan(
         raise ValueError(problem)
     if repeated:
         raise ValueError(
-            f"parameter {repeated[0]!r} is expanded: several of its elements lie in one place, and "
-            "cannot be updated: replace its data by .contiguous()"
+            f"parameter {repeated[0]!r} is expanded, so that several of its elements "
+            "share memory and cannot be updated: replace its data by .contiguous()"
         )
     if elsewhere:
         raise ValueError(
-            f"parameter {elsewhere[0]}, others on {device.type}: parameters that ranks share must "
-            "be on one device"
+            f"parameter {elsewhere[0]}, others are on {device.type}: parameters that "
+            "are sharded over ranks must be on one kind of device"
         )
 
 
@@ -61,10 +61,13 @@ def mend_replicas(
     which = some([names[index] for index in different], 6)
     if strict:
         raise ValueError(
-            f"replicas differ between ranks: {which}. Seed every rank alike or load the same "
-            "checkpoint before building the optimizer"
+            f"parameters differ between ranks: {which}. Use the same seed on every "
+            "rank, or load the same checkpoint, before building the optimizer"
         )
-    warn_user(f"replicas differ between ranks and were set to rank {group.members[0]}'s: {which}")
+    warn_user(
+        "parameters differ between ranks and were set to the values of rank "
+        f"{group.members[0]}: {which}"
+    )
     with torch.no_grad():
         for index in different:
             dense = values[index].contiguous()

@@ -345,8 +345,8 @@ def test_one_may_be_on():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"last": 0}, "last must be a whole number above 0, got 0"),
-        ({"last": 2.0}, "last must be a whole number above 0, got 2.0"),
+        ({"last": 0}, "FlightRecorder: last must be a whole number above 0, got 0"),
+        ({"last": 2.0}, "FlightRecorder: last must be a whole number above 0, got 2.0"),
         ({"watchdog": 0.0}, "watchdog must be a number of seconds above 0, got 0.0"),
         ({"watchdog": float("nan")}, "watchdog must be a number of seconds above 0, got nan"),
         ({"folder": "flights"}, "folder is where the watchdog writes"),

@@ -313,8 +313,8 @@ def transformers_version(options: Options) -> str | None:
         return str(peer("transformers").__version__)
     except ImportError as error:
         raise BadRequestError(
-            f"--model transformers cannot be had ({reason(error)}): pip install transformers, or "
-            "--model builtin for the same shapes without it"
+            f"--model transformers is not available ({reason(error)}): pip install "
+            "transformers, or --model builtin for the same shapes without it"
         ) from error
 
 

@@ -179,7 +179,7 @@ def load(options: Options) -> Any:
             f"{common.COMPUTE_DTYPE}"
         )
     if not hasattr(gpt.GPT, "setup_optimizer"):
-        raise BadRequestError("this nanochat's GPT has no setup_optimizer: take a newer checkout")
+        raise BadRequestError("this nanochat's GPT has no setup_optimizer: use a newer checkout")
     return gpt
 
 

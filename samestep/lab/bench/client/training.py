@@ -87,12 +87,13 @@ class ClientOptions(SharedOptions):
         try:
             corpus = load_corpus() if self.data is None else load_file(self.data)
         except (OSError, ValueError) as error:
-            raise BadRequestError(f"there is no text to train on: {error}") from error
+            raise BadRequestError(f"--data: no text to train on: {error}") from error
         shortest = min(len(corpus.train), len(corpus.validation))
         if shortest < self.sequence + 1:
             raise BadRequestError(
-                f"--sequence {self.sequence} needs texts of {self.sequence + 1} bytes or more, and "
-                f"one of training and validation has {shortest}"
+                f"--sequence {self.sequence} needs at least {self.sequence + 1} bytes "
+                f"in the training and in the validation text, and one has {shortest}: "
+                "give more --data or a smaller --sequence"
             )
         return corpus
 
@@ -109,8 +110,8 @@ def read_client(
     at_least(2, options, "sequence")
     if options.warmup > options.steps - 2:
         raise BadRequestError(
-            f"--warmup {options.warmup} leaves fewer than two of --steps {options.steps} to be "
-            "timed"
+            f"--warmup {options.warmup} leaves fewer than two of --steps "
+            f"{options.steps} to time: give fewer --warmup or more --steps"
         )
     for seed in options.seeds:
         if seed < 0:

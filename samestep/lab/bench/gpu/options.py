@@ -96,7 +96,7 @@ def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> tuple[str
     """Names without repetitions, each of them known."""
     for name in asked:
         if name not in known:
-            raise BadRequestError(f"{option}: {name!r} is not known; there is: {', '.join(known)}")
+            raise BadRequestError(f"{option}: {name!r} is unknown; choose from {', '.join(known)}")
     return tuple(dict.fromkeys(asked))
 
 

@@ -674,7 +674,7 @@ def test_routing_options_without_names(options, word):
 def test_explicit_groups_and_automatic_routing(options):
     refused_at_construction(
         lambda m: samestep.MuonAdamW(m, groups=[{"params": "*", "rule": "adamw"}], **options),
-        ValueError, "groups=", "takes the place",
+        ValueError, "groups=", "cannot be combined with overrides=",
     )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def test_one_parameter_in_the_places_of_two():
     params = [("a", nn.Parameter(torch.ones(4, 4))), ("b", nn.Parameter(torch.ones(4, 4)))]
     opt = samestep.Muon(params)
     listed = opt.param_groups[0]["params"]
-    both = "a parameter was put in the places of several, 'a' and 'b'"
+    both = "'a' and 'b' are now one parameter"
     for one in (nn.Parameter(torch.ones(4, 4)), params[0][1]):
         for steps_before in (0, 1, 2, 3):
             listed[:] = [param for _, param in params]
@@ -217,7 +217,7 @@ def test_what_cannot_be_adopted_changes_nothing():
     assert re.search(r"'0\.weight'.*shape \(3, 3\).*of shape \(4, 6\)", here)
     assert "the model has no 1.weight" in missing
     nameless = samestep.Muon([nn.Parameter(torch.ones(4, 4))])
-    with pytest.raises(ValueError, match="has no names to find its parameters by"):
+    with pytest.raises(ValueError, match="has parameters without names"):
         nameless.adopt(two_layers())
 
 

@@ -70,7 +70,7 @@ def test_one_rank_gives_the_state_dict_of_one_process(case, monkeypatch):
                     refusal = pytest.raises(RankProblemError, match="load_state_dict")
                 else:
                     assert saved["state"] == {}
-                    words = f"what rank {rank} gave, .* on rank {to}"
+                    words = f"remainder of rank {rank}, .* on rank {to}"
                     refusal = pytest.raises(ValueError, match=words)
                 with refusal:
                     opt.load_state_dict(saved)

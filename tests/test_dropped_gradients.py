@@ -446,7 +446,10 @@ def test_refused_of_clipping():
         build(model).clip_grad_norm_(-1)
     opt = build(model)
     opt.clip_grad_norm_(math.inf)
-    with pytest.raises(RuntimeError, match="clip_grad_norm_ was called before a GradScaler"):
+    with pytest.raises(
+        RuntimeError,
+        match="clip_grad_norm_ was called on gradients that are still scaled by a GradScaler",
+    ):
         opt.scaled_step(torch.ones((), dtype=torch.float64))
 
 

@@ -870,10 +870,13 @@ def test_a_model_can_be_copied_and_saved():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sharding": "none"}, r'sharding="none" does not go with buffers="flat"'),
-        ({"grads": "reduced"}, r'grads="reduced" does not go with buffers="flat".*own buffers'),
-        ({"owners": "cyclic"}, r'owners="cyclic" does not go with buffers="flat"'),
-        ({"max_state_ratio": 1.5}, r'max_state_ratio does not go with buffers="flat"'),
+        ({"sharding": "none"}, r'sharding="none" cannot be combined with buffers="flat"'),
+        (
+            {"grads": "reduced"},
+            r'grads="reduced" cannot be combined with buffers="flat".*own buffers',
+        ),
+        ({"owners": "cyclic"}, r'owners="cyclic" cannot be combined with buffers="flat"'),
+        ({"max_state_ratio": 1.5}, r'max_state_ratio cannot be combined with buffers="flat"'),
         ({"poison_early_reads": True}, "poison_early_reads concerns overlap_param_gather"),
         (
             {"buffers": "per_parameter", "overlap_param_gather": True},

@@ -162,7 +162,9 @@ def test_groups_of_another_library_without_a_rule_are_told_of_theirs():
 @pytest.mark.parametrize("key", ["max_grad_norm", "master_weights", "sharding", "preset"])
 def test_an_option_of_the_whole_optimizer_is_refused_in_a_group(key: str):
     assert key in OF_THE_OPTIMIZER
-    with pytest.raises(ValueError, match=f"'{key}' concerns the whole optimizer.*pass {key}="):
+    with pytest.raises(
+        ValueError, match=f"'{key}' is an option of the whole optimizer.*pass {key}="
+    ):
         build({"rule": "muon", key: 1.0})
 
 
@@ -380,10 +382,10 @@ def test_both_names_of_split_sizes_are_refused_and_so_is_theirs_elsewhere():
     ("key", "value", "says"),
     [
         ("capturable", True, "cuda_graph=True"),
-        ("differentiable", True, "take torch's"),
+        ("differentiable", True, "use torch's"),
         ("fused", True, "no option of rule 'muon' but of rule 'adamw'"),
         ("betas", (0.9, 0.95), "no option of rule 'muon'"),
-        ("max_grad_norm", 1.0, "concerns the whole optimizer"),
+        ("max_grad_norm", 1.0, "is an option of the whole optimizer"),
         ("mu", 0.9, 'write "momentum"'),
         ("adjust_lr_fn", "original", "set 'adjust_lr'"),
         ("qkv_split_sizes", (2, 2), "set 'split_sizes'"),
@@ -424,7 +426,7 @@ def test_groups_put_into_the_list_are_told_of_add_param_group(case: str, deferre
         LIST[case](opt.param_groups)
         return opt
 
-    says = "cannot be taken out" if case in ("pop", "clear") else "add_param_group"
+    says = "cannot be removed" if case in ("pop", "clear") else "add_param_group"
     for use in ("step", "table"):
         with pytest.raises(RuntimeError, match=says):
             getattr(changed(), use)()
@@ -481,7 +483,7 @@ def test_ways_of_torch_that_ask_for_nothing_are_taken(kind: Any):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("way", "out"), [("capturable", "cuda_graph=True"), ("differentiable", "take torch's")]
+    ("way", "out"), [("capturable", "cuda_graph=True"), ("differentiable", "use torch's")]
 )
 def test_ways_of_torch_that_are_not_done_are_refused(kind: Any, way: str, out: str):
     with pytest.raises(ValueError, match=f"{way}=True .*leave it out.*{out}"):

@@ -52,7 +52,7 @@ def test_an_environment_that_makes_no_sense(environment, values, message):
 
 def test_forking_is_refused_where_ranks_could_outlive_their_parent(monkeypatch):
     monkeypatch.setattr(forked, "_libc", None)  # as on other systems than Linux
-    with pytest.raises(RuntimeError, match="on Linux only; start them with torchrun") as caught:
+    with pytest.raises(RuntimeError, match="only on Linux: start them with torchrun") as caught:
         run_forked(2, lambda rank: rank)
     assert not isinstance(caught.value, RanksFailed)
 

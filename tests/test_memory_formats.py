@@ -122,7 +122,7 @@ def test_replicas_that_differ_take_the_first_ones_values():
         model = strided(Net())
         with torch.no_grad():
             model.first.weight.add_(rank)
-        with pytest.warns(UserWarning, match="replicas differ between ranks"):
+        with pytest.warns(UserWarning, match="parameters differ between ranks"):
             samestep.MuonAdamW(model)
         return model.first.weight.detach()
 
@@ -137,7 +137,9 @@ def test_an_expanded_parameter_is_refused_by_name(buffers):
     def job(rank):
         params = [("fine", nn.Parameter(torch.ones(3)))]
         params.append(("spread", nn.Parameter(torch.ones(3, 1).expand(3, 4))))
-        with pytest.raises(ValueError, match=r"'spread' is expanded: several of its elements"):
+        with pytest.raises(
+            ValueError, match=r"'spread' is expanded, so that several of its elements"
+        ):
             samestep.MuonAdamW(params, buffers=buffers)
         return True
 

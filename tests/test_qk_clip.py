@@ -423,7 +423,7 @@ def test_the_largest_of_all_micro_batches_counts_and_the_next_step_begins_anew()
     model(tokens_of(0, 0))
     model.train()
     with pytest.raises(
-        ValueError, match=r"'layers.0.attention' told no attention logits .* head 0,"
+        ValueError, match=r"'layers.0.attention' reported no attention logits .* head 0,"
     ):
         clip.step()
 
@@ -468,7 +468,7 @@ def test_recomputed_layers_tell_the_same_and_a_failed_forward_leaves_nothing_beh
     assert torch.equal(torch.cat(list(clip.step().values())), expected)
     clip.close()
     model(tokens_of(0, 0))
-    with pytest.raises(ValueError, match="told no attention logits"):
+    with pytest.raises(ValueError, match="reported no attention logits"):
         clip.step()
 
 
@@ -519,18 +519,19 @@ def test_mistakes_say_what_to_do():
     with pytest.raises(
         ValueError,
         match=r"'layers\.\*' also matches 'layers\.0' \(a \* crosses dots\), which has "
-        r"no 'q\.weight': name attention modules alone, such as 'layers\.0\.attention', ",
+        r"no 'q\.weight': use a pattern that matches only attention modules, such as "
+        r"'layers\.0\.attention', ",
     ):
         QKClip(opt, model, {"layers.*": right})
-    with pytest.raises(TypeError, match=r"by name of the attention modules .*, got \['layers.0'\]"):
+    with pytest.raises(TypeError, match=r"map names of attention modules .*, got \['layers.0'\]"):
         QKClip(opt, model, ["layers.0"])
-    with pytest.raises(TypeError, match=r"layers has 4 for 'layers.0', and must have QKHeads"):
+    with pytest.raises(TypeError, match=r"layers['layers.0'] is 4, and must be a QKHeads"):
         QKClip(opt, model, {"layers.0": 4})
     with pytest.raises(ValueError, match=r"has no weight 'q_proj.weight'"):
         QKClip(opt, model, {LAYERS: QKHeads.separate(4, 6, 2)})
-    with pytest.raises(ValueError, match="by a pattern before it"):
+    with pytest.raises(ValueError, match="by an earlier pattern"):
         QKClip(opt, model, {LAYERS: right, "layers.0.*": right})
-    with pytest.raises(ValueError, match=r"without a `config` is not known: name its layers"):
+    with pytest.raises(ValueError, match=r"without a `config` is unknown: pass layers="):
         QKClip(opt, model)
     with pytest.raises(ValueError, match="tau must be above 0"):
         QKClip(opt, model, {LAYERS: right}, tau=0.0)
@@ -543,9 +544,11 @@ def test_mistakes_say_what_to_do():
     clip = QKClip(opt, model, {LAYERS: right})
     with pytest.raises(KeyError, match=r"'layers.7.attention' is no layer"):
         clip.observe("layers.7.attention", torch.zeros(4))
-    with pytest.raises(ValueError, match=r"told the logits of 2 heads, and has 4: give"):
+    with pytest.raises(
+        ValueError, match=r"reported attention logits of 2 heads, and the layer has 4: give"
+    ):
         clip.observe(model.layers[0].attention, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"the logits of 1 head, .* head by head has to tell all"):
+    with pytest.raises(ValueError, match=r"logits of 1 head, .* head by head must report all"):
         clip.observe(model.layers[0].attention, torch.zeros(1))
     with pytest.raises(TypeError, match=r"must be a tensor, \(4,\) or .*, got \[1, 2, 3, 4\]"):
         clip.observe("layers.0.attention", [1, 2, 3, 4])
@@ -553,7 +556,7 @@ def test_mistakes_say_what_to_do():
     with pytest.raises(
         ValueError,
         match=r"layers.1.attention.k.weight is not a parameter of the .* frozen on purpose, .* "
-        r"pass layers= with the other layers alone",
+        r"pass layers= without this layer",
     ):
         QKClip(samestep.MuonAdamW(model), model, {LAYERS: right})
     others = QKClip(samestep.MuonAdamW(model), model, {"layers.0.attention": right})
@@ -563,9 +566,12 @@ def test_mistakes_say_what_to_do():
         QKClip(samestep.MuonAdamW(model), model, {LAYERS: right})
     with pytest.raises(ValueError, match="multiple of kv_heads, got 4 and 3"):
         QKHeads.separate(4, 6, 3)
-    with pytest.raises(ValueError, match=r"no rows .* are said to be k of head 1"):
+    with pytest.raises(ValueError, match=r"no rows .* are given as k of head 1"):
         QKHeads(2, 2, {"q": [HeadRows("q", 0, 2), HeadRows("q", 1, 2), HeadRows("k", 0, 2)]})
-    with pytest.raises(ValueError, match="with whole heads in each group: correct heads, kv_heads, head_dim or split_sizes"):
+    with pytest.raises(
+        ValueError,
+        match="with whole heads in each group: correct heads, kv_heads, head_dim or split_sizes",
+    ):
         QKHeads.fused("qkv.weight", 4, 6, 2, split_sizes="interleaved:3x16")
 
 
@@ -777,5 +783,5 @@ def test_heads_of_known_architectures_are_found_from_the_configuration():
     with pytest.raises(ValueError, match="'qwen3' normalizes queries and keys"):
         QKClip(samestep.MuonAdamW(normalized), normalized)
     unknown = nn.ModuleList(Known("self_attn", renamed("gqa"), model_type="t5") for _ in range(2))
-    with pytest.raises(ValueError, match="in a model of model type 't5' is not known: name"):
+    with pytest.raises(ValueError, match="in a model of model type 't5' is unknown: pass"):
         QKClip(samestep.MuonAdamW(unknown), unknown)

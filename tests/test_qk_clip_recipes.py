@@ -25,7 +25,7 @@ def test_logits_of_the_first_layer_are_cut_to_tau(name):
             samestep.QKClip(samestep.MuonAdamW(model), model)
         return
     if kind not in ATTENTION:
-        with pytest.raises(ValueError, match="is not known: name its layers"):
+        with pytest.raises(ValueError, match="is unknown: pass layers="):
             samestep.QKClip(samestep.MuonAdamW(model), model)
         return
     model.config._attn_implementation = "sdpa"

@@ -263,7 +263,7 @@ def test_only_the_ranks_that_failed_are_reported(run):
 
     error = failure(run, 4, fn)
     assert sorted(error.reports) == [1, 3]
-    assert str(error).startswith("2 of 4 ranks failed; ranks that returned: [0, 2]\n")
+    assert str(error).startswith("2 of 4 ranks failed; ranks that finished: [0, 2]\n")
     assert "key 1" in error.reports[1]
     assert "key 3" in error.reports[3]
 
@@ -369,7 +369,7 @@ def test_a_skipped_collective_ends_with_the_timeout(run, marks):
     # A rank that has left its mark may still have to hand over that it has returned.
     error = failure(run, 3, fn, timeout=once(3, marks, seconds=limit(4.0)))
     assert sorted(error.reports) == [0, 2]
-    assert "ranks that returned: [1]" in str(error)
+    assert "ranks that finished: [1]" in str(error)
     assert "in wait_for_it" in error.reports[0]
 
 

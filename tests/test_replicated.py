@@ -745,7 +745,7 @@ def test_copies_are_refused():
     def job(rank):
         opt = samestep.MuonAdamW(Small(), **SMALL)
         for attempt in (copy.deepcopy, copy.copy, pickle.dumps):
-            with pytest.raises(TypeError, match="shares its work between ranks cannot be copied"):
+            with pytest.raises(TypeError, match="is sharded over ranks cannot be copied"):
                 attempt(opt)
         return True
 

@@ -1103,7 +1103,7 @@ def test_a_rule_without_stages():
 
     for name, text in run_forked(2, refused(make)):
         assert name == "ValueError"
-        assert "has no stages" in text
+        assert "has only update()" in text
         assert "up.weight" in text
 
 

@@ -346,7 +346,7 @@ def test_options_for_all_matrices():
 @pytest.mark.parametrize(
     ("split", "text"),
     [
-        ("thirds", "is not known: give a list of row counts"),
+        ("thirds", "has an unknown form: give a list of row counts"),
         ("heads:5", "no multiple of 5"),
         ("heads:0", "is not known"),
         ("halves:2", "is not known"),
@@ -371,7 +371,7 @@ def test_flattened_convolutions_are_stored_as_they_are():
 def test_interleaved_rows_are_no_parts_of_a_divided_weight():
     """Under tensor parallel every rank has whole heads: rows are cut, not matrices."""
     named = [(f"qkv[{n}:{n + 4}]", nn.Parameter(torch.randn(4, 4))) for n in (0, 4)]
-    with pytest.raises(ValueError, match=r"rows 0 to 4 of 8.*cut it by its rows"):
+    with pytest.raises(ValueError, match=r"rows 0 to 4 of 8.*give row counts instead"):
         samestep.MuonAdamW(named, overrides={"qkv": {"split_sizes": "interleaved:2x2"}})
     opt = samestep.MuonAdamW(named, overrides={"qkv": {"split_sizes": "heads:4"}})
     assert "2 of 2 x 4" in opt.table()

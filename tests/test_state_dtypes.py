@@ -81,11 +81,15 @@ def test_states_of_another_precision_are_rounded_when_loaded():
 @pytest.mark.parametrize(
     ("choice", "error", "text"),
     [
-        ({"step": torch.bfloat16}, ValueError, "'step'; these have a choice"),
+        ({"step": torch.bfloat16}, ValueError, "'step'; choose from"),
         ({"exp_avg": torch.int8}, TypeError, r"state_dtypes\['exp_avg'\] must be a floating"),
         ({MASTER: torch.float16}, ValueError, r"float16 is too narrow.*\"remainder\" keeps all 32"),
         ({MASTER: torch.bfloat16}, ValueError, r"bfloat16 is too narrow.*or weights"),
-        ({MASTER: torch.float8_e4m3fn}, ValueError, r"e4m3fn is too narrow: a master copy keeps"),
+        (
+            {MASTER: torch.float8_e4m3fn},
+            ValueError,
+            r"e4m3fn is too narrow for main parameters, which keep",
+        ),
         ({MASTER: "fp32"}, ValueError, r"'fp32' is .*\['remainder'\], or a .* torch\.float32"),
         ({"exp_avg": "bf16"}, ValueError, r"\['exp_avg'\] 'bf16' is not .* torch\.bfloat16$"),
         (torch.bfloat16, TypeError, "a mapping of moments to these or to dtypes"),

@@ -552,7 +552,9 @@ def test_a_graph_of_several_devices_is_refused(monkeypatch):
     groups: Any = (SimpleNamespace(params=params, operands=list),)
     shape = StepShape(groups, (), [], [], False, False)
     maths: Any = [None]
-    with pytest.raises(RuntimeError, match="parameters are on cpu and meta: leave cuda_graph out"):
+    with pytest.raises(
+        RuntimeError, match="needs all parameters on one device, and they are on cpu and meta"
+    ):
         _refuse(shape, maths)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not RecordedStep(asked_for=False)._may_record(shape, maths, [])

@@ -72,7 +72,7 @@ class Exclusion(NamedTuple):
     instead: tuple[type[Exception], str] | None  # None: it works
 
 
-NO_GRAPH = (ValueError, "differentiable=True goes through steps")
+NO_GRAPH = (ValueError, "differentiable=True is not supported")
 
 EXCLUSIONS = {
     ("AdamW", "lr as Tensor doesn't work with foreach & not capturable"): Exclusion(

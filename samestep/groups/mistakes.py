@@ -166,8 +166,8 @@ class TrainingWatch:
             raise RuntimeError(
                 "no parameter that this optimizer has is in its model any more; "
                 f"{some(strange)} {text}Build the optimizer after fully_shard, LoRA or "
-                "other code that replaces parameters; where names and shapes stay the "
-                "same, calling opt.adopt(model) on every rank right after it is enough"
+                "other code that replaces parameters, or call opt.adopt(model) on "
+                "every rank right after it, where names and shapes are the same"
             )
         if not any(param.requires_grad for param in mine):
             raise RuntimeError(
@@ -352,8 +352,8 @@ def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
     if twice:
         warn_user(
             f"{some(twice)}: these parameters belong to a DistributedDataParallel "
-            "model, which averages their gradients, and this optimizer would average "
-            "them again. Give it the wrapped model, MuonAdamW(ddp_model), or pass "
+            "model, which averages their gradients, and this optimizer averages them "
+            "once more. Give it the wrapped model, MuonAdamW(ddp_model), or pass "
             'grads="reduced"; or drop DistributedDataParallel: this optimizer averages '
             "gradients itself"
         )

@@ -100,7 +100,7 @@ def _check_all_named(model: nn.Module, plan: Plan) -> None:
     if left:
         raise PlanError(
             f"the plan does not mention parameters {some(left, 6)}: name their modules "
-            "in Plan. column, fused, row, on_stream, on_heads, embedding, head or "
+            "in the plan's column, fused, row, on_stream, on_heads, embedding, head or "
             "experts"
         )
 

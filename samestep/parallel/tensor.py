@@ -177,7 +177,7 @@ def check_all_named(model: nn.Module) -> None:
     if left:
         raise PlanError(
             f"the plan does not mention parameters {some(left, 6)}: name their modules "
-            "in Plan. column, fused, row, on_stream, on_heads, embedding, head or "
+            "in the plan's column, fused, row, on_stream, on_heads, embedding, head or "
             "experts"
         )
 

@@ -80,10 +80,10 @@ def refuse_kinds_of_some_ranks(named: Sequence[Named], ranks: RankGroup) -> None
     has = [rank for rank, text in names.items() if text]
     lacks = [rank for rank, text in names.items() if not text]
     raise RanksDisagreeError(
-        f"ranks have different kinds of parameters: {ranks_text(has)} with {kind} (the "
-        f"first is {names[has[0]]!r}), {ranks_text(lacks)} with none. Build the same "
-        "model and optimizer on every rank, or pass process_group=, the ranks that "
-        "have the same parameters"
+        f"the plan differs between ranks: {ranks_text(has)} with {kind} (the first is "
+        f"{names[has[0]]!r}), {ranks_text(lacks)} with none. Build the same model and "
+        "optimizer on every rank, or pass process_group=, the ranks that have the same "
+        "parameters"
     )
 
 

@@ -290,13 +290,13 @@ def test_without_matplotlib_there_is_no_picture(tmp_path, capsys, peers, text):
         ("--batch -1", "--batch must be at least 1, got -1"),
         ("--sequence 1", "--sequence must be at least 2, got 1"),
         ("--every 0", "--every must be at least 1, got 0"),
-        ("--warmup 7", "--warmup 7 leaves fewer than two of --steps 8 to be timed"),
+        ("--warmup 7", "--warmup 7 leaves fewer than two of --steps 8 to time"),
         ("--seeds 0 -1", "--seeds must be at least 0, got -1"),
         ("--lr-scale 0", "--lr-scale must be above 0, got 0.0"),
-        ("--variants mine", "--variants: 'mine' is not known; there is: nanochat, ours"),
+        ("--variants mine", "--variants: 'mine' is unknown; choose from nanochat, ours"),
         ("--dtype float8", "argument --dtype: invalid choice: 'float8'"),
         ("--data nowhere", "--data 'nowhere' is not a file"),
-        ("--sequence 5000", "--sequence 5000 needs texts of 5001 bytes or more, and one of"),
+        ("--sequence 5000", "--sequence 5000 needs at least 5001 bytes in the training"),
         ("--peer-path nowhere", "--peer-path 'nowhere' is not a folder"),
         ("--colour red", "unrecognized arguments: --colour red"),
     ],
@@ -412,7 +412,7 @@ def test_llama_of_transformers_is_refused_without_it(tmp_path, capsys, text, mon
     out = tmp_path / "out"
     assert cli.main(llama_words(text, out, "--model", "transformers")) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("error: --model transformers cannot be had (ModuleNotFoundError")
+    assert shown.startswith("error: --model transformers is not available (ModuleNotFoundError")
     assert shown.endswith("or --model builtin for the same shapes without it\n")
     assert not out.exists()
 

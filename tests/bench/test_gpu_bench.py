@@ -97,7 +97,7 @@ def test_orthogonalize(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("step --device cpu --set large", "--set: 'large' is not known; there is: gpt-1280"),
+        ("step --device cpu --set large", "--set: 'large' is unknown; choose from gpt-1280"),
         ("step --device cpu --set tiny --rounds -1", "--rounds must be at least 1, got -1"),
         ("step --device cpu --set tiny --warmup 0", "--warmup must be at least 1, got 0"),
         ("step --device cpu --set tiny --variants mine", "--variants: 'mine' is not known"),
@@ -108,7 +108,7 @@ def test_orthogonalize(tmp_path, capsys):
         ("orthogonalize", "--device cuda needs a CUDA device, and there is none here"),
         ("orthogonalize --device cpu --rounds 0", "--rounds must be at least 1, got 0"),
         ("orthogonalize --device cpu --shape 2x0x3", "--shape must be like 12x768x3072, got"),
-        ("orthogonalize --device cpu", "--device cpu is for --shape of at most"),
+        ("orthogonalize --device cpu", "--device cpu only works with --shape of at most"),
     ],
 )
 def test_what_cannot_be_done(capsys, monkeypatch, words, message):

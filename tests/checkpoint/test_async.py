@@ -173,7 +173,10 @@ def test_what_concerns_one_rank_is_told_to_all(tmp_path, monkeypatch, what):
         samestep.load(tmp_path / "c", again, loaded, partial=True)
         return text, left, different(snapshot(again, loaded), snapshot(model, opt))
 
-    expected = {"changed": "has changed on some ranks", "no memory": "no memory is left"}[what]
+    expected = {
+        "changed": "changed during the save on some ranks",
+        "no memory": "no memory is left",
+    }[what]
     for text, left, wrong in run_forked(2, job):
         assert expected in text
         assert left == ["LATEST", "a"]

@@ -214,10 +214,12 @@ def test_what_is_refused(tmp_path, capsys):
     torch.save(stacked, tmp_path / "optim.pt")
     torch.save(dict.fromkeys("abc", torch.zeros(4, 4)), tmp_path / "model.pt")
     words = (tmp_path / "model.pt", *target, "--optimizer", tmp_path / "optim.pt")
-    assert "is of nanochat, and has no names" in refused(capsys, *words)
+    assert "is a checkpoint of nanochat, whose optimizer state has no names" in refused(
+        capsys, *words
+    )
     del stacked["param_groups"][0]["kind"]
     torch.save(stacked, tmp_path / "optim.pt")
-    assert "it stacks parameters or sorts them otherwise" in refused(capsys, *words)
+    assert "the optimizer had another order of parameters" in refused(capsys, *words)
     sgd = torch.optim.SGD(small().parameters(), momentum=0.9)
     torch.save(sgd.state_dict(), tmp_path / "sgd.pt")
     assert "has no names of parameters" in refused(capsys, tmp_path / "sgd.pt", *target)
@@ -245,8 +247,8 @@ def test_nothing_in_a_file_is_run(tmp_path, capsys):
     (tmp_path / "trap").mkdir()
     (tmp_path / "trap" / ".metadata").write_bytes(pickle.dumps(Trap(mark)))
     words = (tmp_path / "to", "--to", "samestep")
-    assert "without running what is in it" in refused(capsys, tmp_path / "trap.pt", *words)
-    assert "and no metadata does; nothing of it was run" in refused(
-        capsys, tmp_path / "trap", *words
+    assert "loading it could run code; nothing was loaded" in refused(
+        capsys, tmp_path / "trap.pt", *words
     )
+    assert "no code of it was run" in refused(capsys, tmp_path / "trap", *words)
     assert not mark.exists()

@@ -286,4 +286,4 @@ def test_the_part_of_another_checkpoint(saved, tmp_path, capsys):
     line = f"{sha256((own / 'index.json').read_bytes()).hexdigest()}  index.json\n"
     (own / "index.json.sha256").write_text(line)
     assert cli.main(["inspect", str(tmp_path / "a")]) == 2
-    assert "is of another checkpoint" in " ".join(capsys.readouterr().err.split())
+    assert "belongs to another checkpoint" in " ".join(capsys.readouterr().err.split())

@@ -94,7 +94,7 @@ def killed(act, prepare=lambda: None, seconds=None):
 
 @pytest.mark.parametrize("way", some(["save", "async_save"]))
 @pytest.mark.filterwarnings(
-    "ignore:.*is not counted as a checkpoint", "ignore:.*may be what a killed"
+    "ignore:.*is not counted by keep=", "ignore:.*may be left over from a save that was killed"
 )
 def test_killed_at_any_moment(tmp_path, way):
     chance = random.Random(way)

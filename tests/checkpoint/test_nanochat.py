@@ -147,4 +147,4 @@ def test_what_is_refused(tmp_path, capsys):
     assert "is no JSON" in refused(*both)
     names.write_text(json.dumps(GROUPS))
     second.unlink()
-    assert "are all files of ranks there" in refused(*both)
+    assert "copy the files of all ranks" in refused(*both)

@@ -107,7 +107,9 @@ def test_partial(tmp_path, trained):
     mine, theirs = (o.whole_state()["head.weight"]["exp_avg"] for o in (opt, trained[1]))
     assert torch.equal(mine, theirs)
     assert opt.param_groups[0]["lr"] == 0.01
-    with pytest.raises(samestep.CheckpointError, match="nothing that is here"):
+    with pytest.raises(
+        samestep.CheckpointError, match="none of the names of this model and optimizer"
+    ):
         samestep.load(tmp_path / "a", nn.Linear(2, 2), partial=True)
 
 
@@ -214,9 +216,9 @@ def test_numbers_empty_tensors_and_other_dtypes(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"x": float("nan")}, "extra must be what JSON can have"),
-        ({"x": torch.zeros(1)}, "extra must be what JSON can have"),
-        ({"milestones": {30: 1}}, "the key 30 of a dict is no text"),
+        ({"x": float("nan")}, "extra must be of types that JSON can store"),
+        ({"x": torch.zeros(1)}, "extra must be of types that JSON can store"),
+        ({"milestones": {30: 1}}, "the dict has the key 30, and JSON's keys are str"),
     ],
 )
 def test_extra_that_would_not_come_back(tmp_path, trained, extra, message):
@@ -349,7 +351,7 @@ def test_nothing_there(tmp_path, trained):
     (tmp_path / "LATEST").write_bytes(b"gone\n")
     refused(tmp_path, *trained, "LATEST names 'gone', which is no checkpoint")
     (tmp_path / "LATEST").write_bytes(b"\xff\x00gone\n")
-    refused(tmp_path, *trained, "LATEST is not what it claims to be: .* name the folder that you")
+    refused(tmp_path, *trained, "LATEST has invalid contents .* Give the path of the checkpoint")
 
 
 def test_a_newer_format(tmp_path, trained):
@@ -399,5 +401,5 @@ def test_parameters_that_share_a_name_but_not_their_values(tmp_path):
             return str(error)
 
     for text in run_forked(2, job):
-        assert "'expert.weight' is one on ranks [0] and another on ranks [1]" in text
+        assert "'expert.weight' is one tensor on ranks [0] and another on ranks [1]" in text
     assert list(tmp_path.iterdir()) == []

@@ -51,7 +51,7 @@ def newest(path):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*is not counted as a checkpoint", "ignore:.*may be what a killed"
+    "ignore:.*is not counted by keep=", "ignore:.*may be left over from a save that was killed"
 )
 @pytest.mark.parametrize("way", ["save", "async_save"])
 def test_what_is_not_ours_is_not_touched(tmp_path, way):
@@ -92,7 +92,7 @@ def test_links_to_checkpoints_are_none(tmp_path):
     os.rename(runs / "4" / "rank_0.bin", outside / "moved.bin")
     os.symlink("../../outside/moved.bin", runs / "4" / "rank_0.bin")
     with pytest.warns(
-        UserWarning, match=r"4 is not counted .*not as they were saved are rank_0.bin"
+        UserWarning, match=r"4 is not counted .*these files differ from what was saved: rank_0.bin"
     ):
         samestep.save(runs / "6", model_of(6), extra=6, keep=1)
     assert (outside / "moved.bin").is_file()
@@ -113,7 +113,9 @@ def test_what_others_have_put_into_a_checkpoint_stays(tmp_path, form):
     samestep.save(tmp_path / "1", model_of(1), format=form)
     put(tmp_path / "1" / "loader.json")
     put(tmp_path / "1" / "export" / "model.bin")
-    with pytest.warns(UserWarning, match=r"1 was removed, but for what no save has put there"):
+    with pytest.warns(
+        UserWarning, match=r"1 was deleted, except for files that samestep has not written"
+    ):
         samestep.save(tmp_path / "2", model_of(2), extra=2, keep=1)
     assert tree(tmp_path / "1") == {
         "loader.json": b"precious",
@@ -130,7 +132,7 @@ def test_a_damaged_checkpoint_stays_and_is_not_counted(tmp_path):
         samestep.save(tmp_path / str(number), model_of(number), extra=number)
     (tmp_path / "3" / "rank_0.bin").write_bytes(b"short")
     os.truncate(tmp_path / "2" / INDEX, 100)
-    with pytest.warns(UserWarning, match="is not counted as a checkpoint, and stays") as told:
+    with pytest.warns(UserWarning, match="is not counted by keep= and was not deleted") as told:
         samestep.save(tmp_path / "4", model_of(4), extra=4, keep=2)
     assert len(told) == 2
     with warnings.catch_warnings():
@@ -195,7 +197,9 @@ def test_checkpoints_of_earlier_versions_are_ours(tmp_path):
 def test_leftovers_of_earlier_versions_are_told_of(tmp_path):
     put(tmp_path / ".7.partial" / "rank_0.bin")
     put(tmp_path / ".7.partial" / ".lock", b"")
-    with pytest.warns(UserWarning, match=r"\.7\.partial may be what a killed save of an earlier"):
+    with pytest.warns(
+        UserWarning, match=r"\.7\.partial may be left over from a save that was killed"
+    ):
         samestep.save(tmp_path / "8", model_of(8), extra=8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -215,7 +219,7 @@ def test_a_folder_or_a_large_file_under_the_name_of_the_pointer(tmp_path):
     put(tmp_path / "b" / "LATEST", b"data" * 2000)
     for parent in (tmp_path / "a", tmp_path / "b"):
         before = tree(parent)
-        with pytest.raises(CheckpointError, match="LATEST is not a file that names a checkpoint"):
+        with pytest.raises(CheckpointError, match="LATEST is no file of samestep"):
             samestep.save(parent / "1", model_of(1))
         assert tree(parent) == before
 
@@ -558,7 +562,7 @@ def test_who_holds_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(savers, "WAIT_S", 0.1)
     holder = savers.Saver(tmp_path / "1")
     with holder.turn():
-        expected = rf"held by process {os.getpid()} on .* \(since .*if it is gone, remove that file"
+        expected = rf"the lock of process {os.getpid()} on .* \(since .*delete the file if"
         with pytest.raises(CheckpointError, match=expected):
             samestep.save(tmp_path / "2", model_of(2))
         assert (tmp_path / savers.TURN).exists()
@@ -658,7 +662,7 @@ def test_a_turn_that_was_taken_away(tmp_path):
         return move()
 
     unfinished._move_to_its_place = stolen
-    with pytest.raises(CheckpointError, match="was taken away from this process"):
+    with pytest.raises(CheckpointError, match="was deleted or taken by another process"):
         unfinished.commit(None)
     unfinished.abandon()
     assert names(tmp_path) == [savers.TURN]

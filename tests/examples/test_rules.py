@@ -118,7 +118,7 @@ def test_a_slice_has_no_owner():
         name = "test-elementwise-soap"
         kind = "elementwise"
 
-    with pytest.raises(ValueError, match=r"elementwise and has owned_state\(\)"):
+    with pytest.raises(ValueError, match=r"elementwise and defines owned_state\(\)"):
         samestep.register_rule(Elementwise())
 
 

@@ -42,7 +42,7 @@ def test_options_of_the_user_win():
     "make", [samestep.hf.factory, lambda **o: samestep.hf.optimizer(None, **o)]
 )
 def test_clipping_twice_is_refused(make):
-    with pytest.raises(ValueError, match="would clip what the trainer has clipped"):
+    with pytest.raises(ValueError, match="would clip gradients that the trainer has clipped"):
         make(max_grad_norm=1.0)
 
 
@@ -50,7 +50,7 @@ def test_an_optimizer_of_somebody_else_is_refused():
     class Wrapper:
         optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
 
-    with pytest.raises(TypeError, match="this is for samestep's optimizers"):
+    with pytest.raises(TypeError, match="expected an optimizer of samestep"):
         samestep.hf.unwrapped(Wrapper())
 
 

@@ -220,7 +220,7 @@ def test_what_is_refused():
     config.implementation = "fused_opt_states_bf16"
     with pytest.raises(ValueError, match=r'options=\{"state_dtypes"'):
         built(config, model)
-    with pytest.raises(ValueError, match=r"say training\.max_norm"):
+    with pytest.raises(ValueError, match=r"set training\.max_norm"):
         built(samestep.torchtitan.optimizers(lr=1e-2, max_grad_norm=1.0), model)
     for name in ("fused", "foreach", "for-loop"):
         config = samestep.torchtitan.optimizers(lr=1e-2)

@@ -195,28 +195,31 @@ def test_groups_that_do_not_fit_are_refused_on_every_rank():
     def job(rank):
         handles = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (1, 2, 3)]}
         mine = [handle for ranks, handle in handles.items() if rank in ranks]
-        with pytest.raises(ValueError, match="groups= has a group") as other:
+        with pytest.raises(ValueError, match="groups= has an unusable group") as other:
             build(tp=2, groups=mine)
         pair = handles[0, 1] if rank < 2 else handles[2, 3]
-        with pytest.raises(ValueError, match="groups= has a group") as lacking:
+        with pytest.raises(ValueError, match="groups= has an unusable group") as lacking:
             build(tp=2, groups=[] if rank == 3 else [pair])
         build(tp=2)
-        with pytest.raises(ValueError, match="groups= has a group") as twice:
+        with pytest.raises(ValueError, match="groups= has an unusable group") as twice:
             build(tp=2, groups=[pair])
         return str(other.value), str(lacking.value), str(twice.value)
 
     for other, lacking, twice in run_forked(4, job):
         assert other == (
-            "groups= has a group of ranks 1, 2, 3, and the mesh needs none of these ranks: leave "
+            "groups= has an unusable group "
+            "of ranks 1, 2, 3, and the mesh needs none of these ranks: leave "
             "it out. The mesh needs groups of the ranks "
             "[0, 1], [0, 1, 2, 3], [0, 2], [1, 3], [2, 3]"
         )
         assert lacking == (
-            "groups= has a group of ranks 2, 3 on rank 2, and not on rank 3: every rank gives "
+            "groups= has an unusable group "
+            "of ranks 2, 3 on rank 2, and not on rank 3: every rank gives "
             "the groups that it is in"
         )
         assert twice == (
-            "groups= has a group of ranks 0, 1, which have another group already on rank 0: "
+            "groups= has an unusable group "
+            "of ranks 0, 1, which have another group already on rank 0: "
             "give groups to the first mesh that needs them"
         )
 
@@ -279,7 +282,7 @@ def test_without_a_default_group_there_is_no_mesh():
 
 def test_an_axis_that_does_not_exist():
     def job(rank):
-        with pytest.raises(ValueError, match="there is no axis 'tensor'; there is: pipe"):
+        with pytest.raises(ValueError, match="the mesh has no axis 'tensor'; its axes are pipe"):
             build().axis("tensor")
 
     run_threaded(1, job)

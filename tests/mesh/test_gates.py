@@ -56,8 +56,12 @@ def test_the_environment_counts_more_than_the_flag():
     ("environment", "open_gates", "message"),
     [
         ({"SAMESTEP_COMPILE_EP": "yes"}, [], "SAMESTEP_COMPILE_EP must be 0 or 1, got 'yes'"),
-        ({"SAMESTEP_COMPILE_PE": "1"}, [], "SAMESTEP_COMPILE_PE is no environment variable of a gate; the gates are "),
-        ({}, ["pe"], "there is no gate 'pe'; there is: ep, moe_fsdp, padded_experts"),
+        (
+            {"SAMESTEP_COMPILE_PE": "1"},
+            [],
+            "SAMESTEP_COMPILE_PE is no environment variable of a gate; the gates are ",
+        ),
+        ({}, ["pe"], "unknown gate 'pe'; the gates are ep, moe_fsdp, padded_experts"),
     ],
 )
 def test_misspelled_gates_are_refused(environment, open_gates, message):

@@ -105,7 +105,10 @@ def test_the_command_without_sizes(capsys):
             "tp 4: ranks 0, 1, 2, 3 span host0 (ranks 0, 1) and host1 (ranks 2, 3), and 1 more "
             "groups do. Choose ep x tp from 1, 2, or allow it with --across-hosts",
         ),
-        ("--world-size 512 --picture map.png", "a picture has room for 256 ranks, not for 512"),
+        (
+            "--world-size 512 --picture map.png",
+            "a picture can show at most 256 ranks, and the mesh has 512",
+        ),
         ("--picture setup.cfg/map.png --world-size 2", ""),
     ],
 )

@@ -68,7 +68,7 @@ def test_ranks_that_disagree_are_told_so():
 
     for message in run_forked(4, job):
         assert message.startswith(
-            "ranks do not run the same code: expert_lane is True on ranks 0, 1, 2, False on rank 3."
+            "ranks have decided differently: expert_lane is True on ranks 0, 1, 2, False on rank 3."
         )
 
 

@@ -54,8 +54,11 @@ def test_what_lies_along_no_axes_has_no_spec():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ((("modle",), ()), "there is no axis 'modle'; there is: pipe, replicate, data, expert"),
-        ((("model",), ("model",)), "has the axis 'model' twice"),
+        (
+            (("modle",), ()),
+            "the mesh has no axis 'modle'; its axes are pipe, replicate, data, expert",
+        ),
+        ((("model",), ("model",)), "uses the axis 'model' twice"),
     ],
 )
 def test_specs_that_mean_nothing(spec, message):
@@ -88,7 +91,11 @@ def test_the_mesh_of_a_program():
     ("asked", "error", "message"),
     [
         ({"tp": 3}, DegreesError, "tp 3 does not divide a world of 8 ranks. What works"),
-        ({"pp": 2}, DegreesError, "pp is 2, and one XLA program has no pipeline stages"),
+        (
+            {"pp": 2},
+            DegreesError,
+            "pp is 2, and pipeline stages are not supported in one XLA program",
+        ),
         (
             {"tp": 8},
             DegreesError,

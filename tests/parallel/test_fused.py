@@ -474,7 +474,10 @@ def what_is_refused(rank):
 def test_what_is_refused():
     for found in run_forked(4, what_is_refused):
         assert found["nothing"] == "fused: 'layers.*.attention.kqv' matches nothing in the model"
-        assert "'layers.0.attention' is a Attention, and the parts are" in found["no linear layer"]
+        assert (
+            "'layers.0.attention' is a Attention, and only an nn.Linear can have fused parts"
+            in found["no linear layer"]
+        )
         assert "'layers.0.attention.out' is in row and in fused" in found["twice"]
         assert "'layers.0.attention.qkv' is matched by 2 patterns" in found["two patterns"]
         assert "'layers.0.attention.qkv' have 16 + 8 rows, and it has 32" in found["sum"]
@@ -486,7 +489,7 @@ def test_what_is_refused():
         assert found["rows"].endswith("take tp 2 or 3")
         assert "is rows 0 to 16 of 32, and split_sizes (32,) of" in found["one block"]
         assert "split_sizes (16, 8, 8, 8) of" in found["too many"]
-        assert "is a FusedLinear, and only nn.Linear" in found["LoRA"]
+        assert "is a FusedLinear, and LoRA factors can only be added to nn.Linear" in found["LoRA"]
 
 
 def test_sets_of_different_sizes_are_refused():

@@ -169,8 +169,10 @@ def test_what_one_process_cannot_have_is_not_saved(tmp_path):
         return found
 
     for apart, frozen in run_forked(2, job):
-        assert apart.startswith("parts of 'layers.0.attention.qkv.weight' are in several groups")
-        assert "rows 0 to 16 of 'layers.1.attention.qkv.weight' are not here" in frozen
+        assert apart.startswith(
+            "shards of parameter 'layers.0.attention.qkv.weight' are in several param_groups"
+        )
+        assert "rows 0 to 16 of 'layers.1.attention.qkv.weight' are missing" in frozen
         assert not (tmp_path / "none").exists()
 
 

@@ -152,7 +152,7 @@ class Special(nn.Linear):
         (["*.mlp.upp"], {}, r"'\*.mlp.upp' matches no linear layer"),
         (["embedding"], {}, "'embedding' matches no linear layer"),
         (["head"], {"rank": 0}, "rank must be at least 1, got 0"),
-        (["odd"], {}, "'odd' is a Special, and only nn.Linear can be given factors"),
+        (["odd"], {}, "'odd' is a Special, and LoRA factors can only be added to nn.Linear"),
         (["norm_and_more"], {}, "matches no linear layer"),
     ],
 )
@@ -163,7 +163,7 @@ def test_what_cannot_have_factors_is_refused(patterns, options, text):
         add_lora(model, patterns, **options)
     assert all(param.requires_grad for param in model.parameters())
     add_lora(model, ["head"])
-    with pytest.raises(LoRAError, match="'head' has factors already"):
+    with pytest.raises(LoRAError, match="'head' has LoRA factors already"):
         add_lora(model, ["head"])
 
 
@@ -324,13 +324,15 @@ def test_replicas_without_a_mesh():
 def lonely(rank):
     mesh = build(tp=2)
     tensor.parallelize(model := gpt(SHAPE), gpt_plan(SHAPE), mesh)
-    with pytest.raises(LoRAError, match="but not which others have copies: give mesh="):
+    with pytest.raises(
+        LoRAError, match="which other ranks hold copies of it is unknown: pass mesh="
+    ):
         add_lora(model, PATTERNS)
     model.blocks[0].mlp.extra = nn.Linear(4, 4)
     tensor.parallelize_module(
         model.blocks[0].mlp.extra, mesh.axis("model"), tensor.CopiedModule(own_part=False)
     )
-    with pytest.raises(LoRAError, match=r"mlp.extra' has copies on the ranks of tensor parallel"):
+    with pytest.raises(LoRAError, match=r"mlp.extra' is replicated over the tensor parallel ranks"):
         add_lora(model, ["*.extra"], mesh=mesh)
 
 

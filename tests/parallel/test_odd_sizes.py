@@ -129,11 +129,11 @@ def refusals(rank):
 
 def test_what_cannot_be_shared_is_refused_with_sizes_on_every_rank():
     for found in run_forked(4, refusals):
-        said = "7 positions, which 2 ranks of tensor parallel cannot share evenly: take sequences"
+        said = "7 positions, which 2 ranks of tensor parallel cannot share evenly: use sequences"
         assert f"'embedding' was given {said} of 6 or 8" in found["positions"]
         assert f"the pipeline was given {said} of 6 or 8" in found["positions of a pipeline"]
         for where in ("experts in branches", "experts in branches, in sequence"):
             assert "branches: 'blocks.0.mlp' holds experts" in found[where]
             assert "leave it out of branches" in found[where]
         assert "7 tokens, which its 2 ranks" in found["tokens of whole experts"]
-        assert "take batches of 6 or 8 tokens" in found["tokens of whole experts"]
+        assert "use batches of 6 or 8 tokens" in found["tokens of whole experts"]

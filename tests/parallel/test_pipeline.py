@@ -146,7 +146,7 @@ def test_a_plan_is_compared_with_the_model():
     OTHER.check(Other(), inputs)
     GPT_STAGES.check(gpt(), inputs)
     with pytest.raises(
-        StagePlanError, match=r"outputs are up to [\d.]+ away.*: give enter, block or"
+        StagePlanError, match=r"outputs are up to [\d.]+ away.*: pass enter=, block= or"
     ):
         replace(OTHER, block=None).check(Other(), inputs)
     with pytest.raises(StagePlanError, match="instead of"):
@@ -203,8 +203,12 @@ def test_a_pattern_that_no_stage_has_is_a_typo():
     ("change", "plan", "text"),
     [
         ({}, {"blocks": "layers"}, "blocks: the model has no module 'layers'; it has embedding"),
-        ({}, {"last": ("head",)}, "parameter 'norm.weight' is in none of blocks, first and last"),
-        ({"stages": 5}, {}, "4 blocks cannot be spread over 5 stages: take at most 4"),
+        (
+            {},
+            {"last": ("head",)},
+            "parameter 'norm.weight' is in none of the plan's blocks, first and last",
+        ),
+        ({"stages": 5}, {}, "4 blocks cannot be divided over 5 pipeline stages: use at most 4"),
     ],
 )
 def test_models_that_cannot_be_cut_are_refused(change, plan, text):
@@ -218,7 +222,10 @@ def test_models_that_cannot_be_cut_are_refused(change, plan, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"micro_batches": 1}, "1 micro-batches do not fill 2 stages: take at least 2"),
+        (
+            {"micro_batches": 1},
+            "1 micro-batches are fewer than the 2 pipeline stages: use at least 2",
+        ),
         ({"micro_batches": 3, "schedule": "interleaved"}, "3 micro-batches are no multiple of 2"),
         ({"schedule": "gpipe"}, "'gpipe' is not supported; choose 1f1b or interleaved"),
         ({"stages_per_rank": 2}, "1f1b has one stage on each rank"),

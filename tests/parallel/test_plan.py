@@ -97,11 +97,11 @@ def test_what_cannot_be_applied():
     for found in run_forked(2, refusals):
         assert "differs between ranks 0 and 1 before they are laid out: seed" in found["seeds"]
         assert "blocks.0.attention has 1), which would run beside" in found["hooks"]
-        assert "the plan says nothing about scale" in found["unnamed"]
+        assert "the plan does not mention parameters scale" in found["unnamed"]
         assert found["router"].startswith("ReplicateListError: 'blocks.0.mlp.router.weight' is")
         assert "dim 0 of 'blocks.0.mlp.up.weight' is 33, which 2 ranks of" in found["uneven"]
-        assert "take 32 or 34, or a number of ranks that divides 33" in found["uneven"]
-        assert "tp is 2, and the plan names nothing to cut" in found["nothing"]
+        assert "make it 32 or 34, or use a number of ranks that divides 33" in found["uneven"]
+        assert "the mesh has tp=2, and the plan shards no layer" in found["nothing"]
 
 
 def allowed(rank):

@@ -157,7 +157,7 @@ def test_backward_twice_where_products_are_kept():
     recompute(block, what="selective")
     loss = block(torch.ones(2, 3)).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match='take "full" for retain_graph=True'):
+    with pytest.raises(RuntimeError, match='use "full" with retain_graph=True'):
         loss.backward()
 
 
@@ -184,9 +184,9 @@ def test_backward_twice():
 def test_mistakes():
     block = nn.Linear(2, 2)
     recompute(block)
-    with pytest.raises(ValueError, match="recomputed already"):
+    with pytest.raises(ValueError, match="wrapped for recomputation already"):
         recompute(block)
-    with pytest.raises(ValueError, match='take "full", or leave compile out'):
+    with pytest.raises(ValueError, match='use "full", or leave compile out'):
         recompute(nn.Linear(2, 2), "eager", "selective")
     for nonsense in ("some", 1, None):
         with pytest.raises(ValueError, match='recompute must be True, False, "full" or "selective'):

@@ -144,7 +144,10 @@ def test_the_mix_of_shared_null_and_chosen_experts():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"null_experts": 1}, "null_experts is 1, and the model has no experts: set experts= above 0 too"),
+        (
+            {"null_experts": 1},
+            "null_experts is 1, and the model has no experts: set experts= above 0 too",
+        ),
         ({"experts": 2, "active_experts": 4, "null_experts": 1}, "experts = 2 + null_experts = 3"),
         ({"experts": 2, "shared_experts": -1}, "shared_experts must be at least 0, got -1"),
         ({"experts": 2, "z_loss": float("inf")}, "z_loss must be at least 0, got inf"),

@@ -89,7 +89,7 @@ class FusedHeads(nn.Module):
             GPT(MOE),
             replace(gpt_plan(MOE), on_stream=("norm",)),
             {"tp": 2},
-            "the plan says nothing about blocks.0.attention_norm.weight",
+            "the plan does not mention parameters blocks.0.attention_norm.weight",
         ),
         (
             FusedHeads(),
@@ -106,7 +106,7 @@ def test_plans_that_do_not_fit(model, plan, asked, message):
 
 def test_the_mesh_of_ranks_and_a_model_elsewhere_are_refused():
     mesh = SpmdMesh(Degrees(8, tp=2), tuple(range(8)), ("",) * 8)
-    with pytest.raises(PartitionError, match="is on cpu, and the mesh is one of XLA devices"):
+    with pytest.raises(PartitionError, match="is on cpu, and the mesh is of XLA devices"):
         SpmdStack(GPT(DENSE), gpt_plan(DENSE), mesh, loss=mean_loss)
     with pytest.raises(PartitionError, match="got NoneType: a mesh of ranks is for"):
         SpmdStack(GPT(DENSE), gpt_plan(DENSE), None, loss=mean_loss)

@@ -348,9 +348,10 @@ REFUSED = {
     "other shape": r"embedding.weight: \((24|30), 8\)",
     "reduced": 'with grads="reduced" nothing is added up here',
     "deferred": "deferred=True finds ranks later",
-    "replaced": "was replaced since: FSDP2, tensor parallel and copies of a stage lose the tie",
+    "replaced": "was replaced since: FSDP2, tensor parallel and copying a stage break the tie",
     "changed later": r"lr of param_groups\[0\]",
-    "mixed": "'embedding.weight' is tied over pipeline stages, and others of its group are not",
+    "mixed": "'embedding.weight' is tied over pipeline stages, and other parameters of its "
+    "group are not",
     "late": "and comes late: give it to the optimizer when that is made",
     "none here": "tie: this stage has none of embedding.weight, head.weight",
 }

@@ -145,7 +145,7 @@ def test_schedules_scale_gradients_in_every_layout_and_nobody_is_blamed():
             for param_name, param in params.items():
                 torch.testing.assert_close(param, wanted[param_name], rtol=0, atol=2e-6)
             assert len(said) == overlap, (name, layout, said)
-            assert all("does not say which is the last" in text for text in said)
+            assert all("without saying which is the last" in text for text in said)
 
 
 @twin_cases("interleaved")

@@ -140,7 +140,7 @@ def test_activations_decide_whether_it_fits(capsys):
 def test_scaling_needs_a_number_of_ranks_that_axes_divide(capsys):
     words = ["gpt2-xl", "--mesh", "dp=1,tp=3,pp=3", "--scaling"]
     assert cli.main(["plan", *words]) == 2
-    assert "and the axes beside dp have 9" in capsys.readouterr().err
+    assert "and the axes other than dp have 9" in capsys.readouterr().err
 
 
 def test_offloaded_state_has_its_columns_in_80(tmp_path, capsys, monkeypatch):
@@ -179,7 +179,7 @@ def refused(words, capsys):
         ),
         (
             ["gpt2-xl", "--mesh", "dp=2,tp=7", "--buffers", "flat"],
-            "flat buffers need equal ones",
+            "flat buffers need equal parts",
         ),
         (["gpt2-xl", "--reserve", "1"], "--reserve must be from 0 to below 1"),
         (
@@ -188,19 +188,20 @@ def refused(words, capsys):
         ),
         (
             ["gpt2-xl", "--mesh", "dp=1,tp=2", "--state", "8bit"],
-            "of 1600, is cut at 800, and in 8 bits 64 neighbours share a scale: give state_dtypes "
+            "of 1600, is cut between ranks at 800, "
+            "and in 8 bits 64 neighbours share a scale: give state_dtypes "
             'blocks of 32 ("8bit/32")',
         ),
         (["deepseek-v3", "--mesh", "dp=2,ep=3"], "ep=3 does not divide 256 experts"),
-        (["gpt2-xl", "--batch", "2"], "--batch counts sequences: give --sequence"),
+        (["gpt2-xl", "--batch", "2"], "--batch needs --sequence"),
         (["gpt2-xl", "--batch", "2", "--sequence", "8", "--tokens", "8"], "are 16 tokens, not"),
         (["gpt2-xl", "--tokens", "-1"], "--tokens must be 0 or more, got -1"),
         (["gpt2-xl", "--tokens", "9", "--micro-batches", "2"], "use a multiple of 2"),
         (
             ["gpt2-xl", "--mesh", "pp=4", "--tokens", "8", "--micro-batches", "2"],
-            "do not fill pp=4",
+            "are fewer than pp=4",
         ),
-        (["gpt2-xl", "--stages-per-rank", "2"], "is of a pipeline"),
+        (["gpt2-xl", "--stages-per-rank", "2"], "--stages-per-rank needs a pipeline"),
         (
             [
                 "gpt2-xl",
@@ -217,7 +218,7 @@ def refused(words, capsys):
         ),
         (
             ["gpt2-xl", "--mesh", "pp=2", "--stages-per-rank", "2", "--sharding", "zero3"],
-            "is planned with none, zero1 and zero2",
+            "can be planned with --sharding none, zero1 and zero2",
         ),
         (["gpt2-xl", "--sequence-parallel"], "sequence_parallel shares the sequence among"),
         (["none.json"], "cannot read 'none.json'"),

@@ -224,7 +224,7 @@ def test_every_preset_makes_steps(name):
         ("adamw", {"decay_form": "l2", "cautious": True}, "exclude each other"),
         ("adamw", {"fused": True, "cautious": True}, "leave fused out"),
         ("adamw", {"fused": True, "eps_hat": True}, "leave fused out"),
-        ("adamuon", {"variance_beta2": None}, "take rule 'muon'"),
+        ("adamuon", {"variance_beta2": None}, "use rule 'muon'"),
         ("adamuon", {"sign": 1}, "sign must be True or False"),
         ("adamuon", {"equilibrate": True}, "'equilibrate' is no option of rule 'adamuon'"),
     ],

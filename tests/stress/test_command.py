@@ -128,7 +128,7 @@ def _reason_against(case):
 def test_quick_beside_what_it_is(capsys):
     for words in (["--mutants"], ["--model", "gpt"]):
         assert cli.main(["stress", "--quick", *words]) == 2
-        assert "--quick has scenarios and layouts of its own" in capsys.readouterr().err
+        assert "--quick chooses its own scenarios and layouts" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not SOAK, reason="takes 20 s: `make soak` runs it")
@@ -452,8 +452,8 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--scenario sing", "--scenario 'sing' is not known; there is: all, dist_adamw_muon"),
-        ("--layout sing", "--layout 'sing' is not known; there is: all, one_process, none"),
+        ("--scenario sing", "--scenario 'sing' is unknown; choose from all, dist_adamw_muon"),
+        ("--layout sing", "--layout 'sing' is unknown; choose from all, one_process, none"),
         ("--world-size 0", "--world-size must be at least 1, got 0"),
         ("--world-size -2", "--world-size must be at least 1, got -2"),
         ("--steps -5", "--steps must be at least 1, got -5"),
@@ -463,7 +463,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
         ("--watchdog 0", "--watchdog must be above 0 seconds, got 0.0"),
         ("--watchdog inf", "--watchdog must be above 0 seconds, got inf"),
         ("--seed 99999999999999999999", "--seed must be within 62 bits"),
-        ("--mutants --world-size 3", "--mutants have scenarios, layouts and ranks of their own"),
+        ("--mutants --world-size 3", "--mutants choose their own scenarios, layouts and ranks"),
         ("--backend nccl", "--backend nccl cannot run: 2 ranks, but 0 CUDA devices here"),
         ("--mutants --device cuda", "--mutants run on gloo and on CPU, those of streams with"),
         pytest.param(
@@ -484,7 +484,10 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
         ("--model own_models:many_lines", "own_models:many_lines: RuntimeError: first line"),
         ("--model own_models:leaves", "own_models:leaves: SystemExit: 3"),
         ("--model own_models:unseeded", "gave another 'weight' at its second call"),
-        ("--model own_models:renamed", "gave parameters with other names at its second call: it must build the same model each time"),
+        (
+            "--model own_models:renamed",
+            "gave parameters with other names at its second call: it must build the same",
+        ),
         ("--model own_models:lazy", "parameter 'weight' is lazy: call the model once"),
         ("--model own_models:meta", "parameter 'weight' is on 'meta'"),
         ("--model own_models:transposed", "parameter 'weight' is not contiguous"),

@@ -366,5 +366,5 @@ def test_what_is_no_receipt_is_refused_with_its_path(tmp_path, content, why):
         path.write_bytes(content)
     with pytest.raises(ValueError) as caught:
         read_receipt(path)
-    assert str(caught.value).startswith(f"{str(path)!r} is not a receipt of `samestep stress`")
+    assert str(caught.value).startswith(f"{str(path)!r} is no receipt of `samestep stress`")
     assert why in str(caught.value)

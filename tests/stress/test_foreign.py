@@ -214,7 +214,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["--lanes", "2"], "leave out --lanes"),
         (["--layout", "zero2"], "leave out --layout"),
-        (["--scenario", "clipped"], "'clipped' is not known; there is: all, dense"),
+        (["--scenario", "clipped"], "'clipped' is unknown; choose from all, dense"),
         (["--tolerance", "0"], "--tolerance must be above 0, got 0.0"),
         (["--world-size", "1"], "--world-size is too small"),
     ],
@@ -234,4 +234,4 @@ def test_a_factory_that_raises_is_told_at_once(tmp_path, capsys):
     assert main(["stress", "--optimizer", "theirs"]) == 2
     assert "is not PATH:FACTORY" in capsys.readouterr().err
     assert main(["stress", "--grads", "local"]) == 2
-    assert "--grads is for --optimizer" in capsys.readouterr().err
+    assert "--grads only works with --optimizer" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_a_lane_that_dies_or_fails_is_told(end):
         def run_all(self, *arguments, **options):
             end()
 
-    with pytest.raises(LaneDiedError, match=r"a lane of the harness (died|failed)"):
+    with pytest.raises(LaneDiedError, match=r"a process of --lanes (died|failed)"):
         Lanes(2, Ends).run(cases(), lambda result: None, lambda *step: None)
 
 

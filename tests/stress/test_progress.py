@@ -195,7 +195,7 @@ def test_another_request_is_refused_and_named(tmp_path, fake, monkeypatch, capsy
     arguments = [*ARGUMENTS, *CHANGES[change], "--out", str(tmp_path), "--continue"]
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
-    assert f"is another unfinished run: {change} was " in error
+    assert f"is an unfinished run of another request: {change} was " in error
     assert error.count("\n") == 1
     assert error.count(" was ") == 1
     assert fake.ran == []
@@ -275,7 +275,7 @@ def test_a_full_disk_costs_the_case_that_did_not_fit(begun, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, limits[1]))
     try:
         with pytest.raises(
-            BadRequestError, match=r"cannot write to .* --continue goes on from here"
+            BadRequestError, match=r"cannot write to .* free space and resume with --continue"
         ):
             begun.add(entry("zero1"), {}, 4.0)
     finally:

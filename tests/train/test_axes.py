@@ -97,21 +97,30 @@ def test_factors_on_a_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--replicate 2 --layout zero1", "--layout zero1 leaves every data rank a copy, and"),
-        ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1: give --tp, or leave --sp out"),
-        ("--compile", "--compile is about blocks that an axis cuts: add --tp"),
-        ("--tp 2 --compile --recompute selective", "--compile leaves none: take --recompute full"),
+        ("--replicate 2 --layout zero1", "--layout zero1 keeps a copy on every data rank, and"),
+        (
+            "--sp",
+            "--sp divides the sequence among the ranks of --tp, which is 1: give --tp, or",
+        ),
+        ("--compile", "--compile works only with --tp"),
+        ("--tp 2 --compile --recompute selective", "use --recompute full"),
         ("--ep 2", "--ep: needs experts, and the model has none: add --moe or --experts"),
-        ("--null-experts 1 --z-loss 0.1", "--null-experts, --z-loss: about experts, and there are"),
+        (
+            "--null-experts 1 --z-loss 0.1",
+            "--null-experts, --z-loss: needs experts, and the model has",
+        ),
         ("--moe --z-loss -1", "--z-loss must be at least 0, got -1.0"),
         (
             "--moe --null-experts 2 --active-experts 11",
             "--active-experts must be from 1 to --experts = 8 + --null-experts = 10, got 11",
         ),
-        ("--pp 2 --dropout 0.1", "--dropout draws once per batch, and --pp cuts it"),
-        ("--layout hsdp --replicate 2", "--layout hsdp has --shards, and --replicate says"),
+        ("--pp 2 --dropout 0.1", "--dropout cannot be combined with --pp"),
+        ("--layout hsdp --replicate 2", "--layout hsdp sets the number of copies by --shards"),
         ("--tp 2 --expert-tensor-parallel 3", "--expert-tensor-parallel must be 0, 1 or --tp"),
-        ("--tp 2", "these ranks cannot be divided so: tp 2 does not divide a world of 1 ranks"),
+        (
+            "--tp 2",
+            "the mesh axes do not fit the number of ranks: tp 2 does not divide a world of 1 ranks",
+        ),
         ("--tp 0", "--tp must be at least 1, got 0"),
     ],
 )

@@ -373,7 +373,7 @@ def refused(device, options):
 
 def test_compile_is_refused():
     message = on_devices(1, refused, {"compile": True})
-    assert message.startswith("compile is not for '0.weight', which is on XLA")
+    assert message.startswith("compile has no use for '0.weight', which is on an XLA")
 
 
 def test_a_process_group_is_refused():
@@ -384,7 +384,9 @@ def test_a_process_group_is_refused():
         messages = run_forked(2, fn, timeout=60.0)
     except RanksFailed as failed:
         pytest.fail(str(failed))
-    assert all("is on XLA, and there is a process group of 2 ranks" in each for each in messages)
+    assert all(
+        "is on an XLA device, and there is a process group of 2 ranks" in each for each in messages
+    )
 
 
 def rank_of_the_page(_):

@@ -332,9 +332,9 @@ def test_on_launch_is_called_with_what_has_just_been_launched():
 
 def test_one_may_be_on():
     with FlightRecorder() as recorder:
-        with pytest.raises(RuntimeError, match="another FlightRecorder is already on"):
+        with pytest.raises(RuntimeError, match="another FlightRecorder is already running"):
             FlightRecorder(watchdog=1.0).start()
-        with pytest.raises(RuntimeError, match="this FlightRecorder is already on"):
+        with pytest.raises(RuntimeError, match="this FlightRecorder is already running"):
             recorder.start()
         FlightRecorder().stop()  # not this one
         assert module.current is recorder
@@ -349,7 +349,7 @@ def test_one_may_be_on():
         ({"last": 2.0}, "FlightRecorder: last must be a whole number above 0, got 2.0"),
         ({"watchdog": 0.0}, "watchdog must be a number of seconds above 0, got 0.0"),
         ({"watchdog": float("nan")}, "watchdog must be a number of seconds above 0, got nan"),
-        ({"folder": "flights"}, "folder is where the watchdog writes"),
+        ({"folder": "flights"}, "folder= is where the watchdog writes"),
     ],
 )
 def test_refuses(options, problem):

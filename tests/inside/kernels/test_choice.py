@@ -45,7 +45,7 @@ def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
 @pytest.mark.skipif(find_spec("triton") is None, reason="without triton every graph is refused")
 def test_a_graph_of_the_step_is_refused_where_there_cannot_be_one():
     param = torch.nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(ValueError, match="cuda_graph=True and compile exclude each other"):
+    with pytest.raises(ValueError, match="cuda_graph=True and compile cannot be combined"):
         samestep.Muon([param], cuda_graph=True, compile="eager")
     with pytest.raises(TypeError, match="cuda_graph"):
         samestep.Muon([param], cuda_graph="yes")
@@ -69,7 +69,8 @@ CPU = torch.device("cpu")
 def test_a_graph_is_refused_without_kernels(monkeypatch):
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "no triton")
     with pytest.raises(
-        ValueError, match="cuda_graph=True needs kernels, and there are none: no tri"
+        ValueError,
+        match="cuda_graph=True needs samestep's Triton kernels, which cannot run: no tri",
     ):
         samestep.AdamW([nn.Parameter(torch.ones(4, 4))], cuda_graph=True)
 

@@ -64,7 +64,9 @@ def test_boxes():
 
 
 def test_an_order_of_cuts_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match=r"axis 0 shards dim 0 in strides of 3, .* into 2"):
+    with pytest.raises(
+        ValueError, match=r"axis 0 shards dim 0 as _StridedShard with split_factor 3, .* into 2"
+    ):
         all_boxes((8,), (2, 2), [Cut(0, 3, strided=True), Cut(0)])
 
 

@@ -47,9 +47,9 @@ def test_sizes_of_the_whole_are_cut_to_a_part():
 def test_parts_come_in_the_order_of_their_rows():
     names = ["w[16:24]", "w[0:16]", "w[24:100]"]
     assert [part.start for part in in_order(names)] == [0, 16, 24]
-    with pytest.raises(ValueError, match="rows 0 to 16 of 'w' are not here"):
+    with pytest.raises(ValueError, match="rows 0 to 16 of 'w' are missing"):
         in_order(["w[16:24]", "w[24:100]"])
-    with pytest.raises(ValueError, match="rows 16 to 24 of 'w' are not here"):
+    with pytest.raises(ValueError, match="rows 16 to 24 of 'w' are missing"):
         in_order(["w[0:16]", "w[24:100]"])
 
 

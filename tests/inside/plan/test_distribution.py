@@ -21,5 +21,7 @@ def test_a_chunk_fills_a_gpu_unless_its_size_was_chosen():
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True, "many"])
 def test_a_chunk_of_no_size_is_refused(size):
-    with pytest.raises(ValueError, match="chunk_size must be a whole number from 1 on, or None"):
+    with pytest.raises(
+        ValueError, match="chunk_size must be a whole number of at least 1, or None"
+    ):
         Distribution(chunk_size=size)

@@ -79,7 +79,7 @@ def test_what_cannot_run_is_refused():
     param = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="offload 'all' is not supported"):
         samestep.AdamW([param], offload="all")
-    with pytest.raises(ValueError, match=r"offload='state' and compile exclude each other"):
+    with pytest.raises(ValueError, match=r"offload='state' and compile cannot be combined"):
         samestep.AdamW([param], offload="state", compile=True)
     with pytest.raises(ValueError, match=r"offload='state' and cuda_graph exclude each other"):
         samestep.AdamW([param], offload="state", cuda_graph=True)

@@ -69,7 +69,7 @@ def test_an_orthogonalization_that_goes_too_far_is_seen(monkeypatch):
     model = layers()
     optimizer = samestep.MuonAdamW(model)
     give_gradients(model)
-    with pytest.warns(UserWarning, match="larger than its orthogonalization can make it"):
+    with pytest.warns(UserWarning, match="larger than an orthogonalized update can be"):
         optimizer.step()
     assert optimizer.metrics()["outliers"].sum() == 3
 

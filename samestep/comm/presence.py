@@ -197,9 +197,10 @@ def _refuse_swap(
     name = names[param - 1] if param else next(iter(problem.swapped if problem else ()), None)
     what = "parameters were" if name is None else f"parameter {name!r} was"
     raise RankProblemError(
-        f"{what} replaced by another tensor on rank {swapped} and not on rank {other - 1}, so "
-        "no rank took the step: wrap, shard or replace a model in the same way on every rank, then "
-        "call opt.adopt(model) on every rank if nobody has put the new ones into param_groups"
+        f"{what} replaced by another tensor on rank {swapped} and not on rank "
+        f"{other - 1}, so no rank took the step: wrap, shard or replace a model in the "
+        "same way on every rank, then call opt.adopt(model) on every rank unless the "
+        "new parameters are already in param_groups"
     )
 
 
@@ -407,11 +408,11 @@ class PresenceAgreement:
     def _dropped_here_alone(self, rank: int, name: str | None, other: int) -> RankProblemError:
         what = "gradients were" if name is None else f"the gradient of {name!r} was"
         return RankProblemError(
-            f"{what} dropped on rank {rank} (zero_grad() or .grad = None) after it was reduced, "
-            f"and not on rank {other}, so that the sum has both, and no rank took the step: drop "
-            "it on every rank, or on none; a rank that leaves a batch out does so before its "
-            "backward. With overlap_grad_reduce=False, and before synchronize() and "
-            "clip_grad_norm_(), a rank may drop its own"
+            f"{what} dropped on rank {rank} (zero_grad() or .grad = None) after it was "
+            f"reduced, and not on rank {other}, so that the sum still contains it; no "
+            "rank took the step. Drop it on every rank or on none; to leave a batch "
+            "out on one rank, skip its backward. With overlap_grad_reduce=False, and "
+            "before synchronize() and clip_grad_norm_(), a rank may drop its own"
         )
 
     # --- what all ranks have said --------------------------------------------------------------
@@ -477,9 +478,10 @@ class PresenceAgreement:
         lines = intent.lines(None if on_device is None else on_device.tolist())
         if late:  # others may come to it in another step: nothing more can be asked together
             return RanksDisagreeError(
-                f"a step before was taken with other hyperparameters on rank {self._rank} than on "
-                f"another rank with copies or shards of {self._names[0]!r}, so these are not the "
-                f"same any more: go back to a checkpoint. {_WAY_OUT}. Here they were: "
+                "a step before was taken with other hyperparameters on rank "
+                f"{self._rank} than on another rank with copies or shards of "
+                f"{self._names[0]!r}, so these now differ: load the last checkpoint on "
+                f"every rank. {_WAY_OUT}. Values on this rank: "
                 + some([line for line in lines if not line.startswith(CALL)], 40)
             )
         found = differences_between_ranks(lines, self._groups, self._device)

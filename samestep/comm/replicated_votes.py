@@ -43,8 +43,9 @@ class ReplicatedHere(NamedTuple):
                 has, lacks = self.ranks.members[found.has], self.ranks.members[found.lacks]
                 then = "no rank took the step"
                 if late:
-                    then = "these copies are not the same any more: go back to a checkpoint"
+                    then = "these copies now differ: load the last checkpoint on every rank"
                 raise RankProblemError(
-                    f"rank {has} has the gradient of {names[found.param]!r}, and rank {lacks}, "
-                    f"which holds a copy of the same values, has not: {then}. {self.way_out}"
+                    f"rank {has} has the gradient of {names[found.param]!r}, and rank "
+                    f"{lacks}, which holds a copy of the same values, has none: {then}. "
+                    f"{self.way_out}"
                 )

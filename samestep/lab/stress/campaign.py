@@ -1,4 +1,4 @@
-"""Running cases one after the other: reference, ranks, verdict. Mutants, each a case. And lanes.
+"""Runs cases one after the other (reference, ranks, verdict), mutants as cases, and lanes.
 
 Lanes run scenarios side by side: each is a process that has ranks of its own. Ranks of one case
 wait for each other most of the time, so that two lanes on two cores are faster than one, and
@@ -95,7 +95,7 @@ class Campaign:
         self.first_layout: dict[int, Sample] = {}  # by step; the others are held against it
 
     def run(self, case: Case, patch: Patch = nullcontext) -> CaseResult:
-        """Run one case to its end, whatever that is; only Ctrl-C comes through."""
+        """Run one case to its end, also if its ranks fail; only Ctrl-C is raised."""
         results: list[CaseResult] = []
         self.run_all([case], results.append, patch=patch)
         return results[0]
@@ -149,7 +149,7 @@ class Campaign:
             raise
 
     def _begun_alone(self, cases: Sequence[Case], folder: Path) -> int:
-        """The steps that one process has taken, if the scenario wants that; it leaves its state."""
+        """Steps that one process takes before the ranks start, where the scenario asks for them."""
         first_sample = min(min(case.due(self._scenario)) for case in cases)
         steps = min(self._scenario.begun_alone, first_sample - 1)
         if steps:
@@ -158,7 +158,7 @@ class Campaign:
         return steps
 
     def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
-        """Have a reference with the samples of all cases: the one that is known, or a new one."""
+        """Make the reference run with samples for all cases, unless it is known already."""
         first = cases[0]
         kind = EVERY_SCENARIO[first.scenario]
         scenario = kind(first.seed, first.world, self._make_model if kind.takes_any_model else None)
@@ -182,7 +182,7 @@ def _entered(*patches: Patch) -> Iterator[None]:
 
 
 def _result(judge: Judge, endings: dict[int, Ending] | None = None) -> CaseResult:
-    """The result of a case; without endings: until it was interrupted."""
+    """Build the result of a case; without endings the case was interrupted."""
     status = "failed" if judge.findings else "interrupted"
     if endings is not None:
         judge.end(endings)
@@ -194,7 +194,7 @@ def _result(judge: Judge, endings: dict[int, Ending] | None = None) -> CaseResul
 
 
 def _does_not_apply(case: Case, on_result: OnResult) -> bool:
-    """Whether a scenario makes no sense in a layout; that is a result."""
+    """Return the result of a case whose scenario cannot run in its layout, or None."""
     reason = EVERY_LAYOUT[case.layout].reason_against(EVERY_SCENARIO[case.scenario], case.world)
     if reason is not None:
         on_result(CaseResult(case, "does_not_apply", [], [], reason=reason))
@@ -206,7 +206,7 @@ def _does_not_apply(case: Case, on_result: OnResult) -> bool:
 
 @dataclass(frozen=True)
 class MutantResult:
-    """The checks that a mutant failed. `first`: the finding of the expected check, if it is one."""
+    """Checks that failed under a mutant; `first` is the finding of the expected check, if any."""
 
     mutant: Mutant
     unpatched: str  # status of the case without the bug
@@ -215,7 +215,7 @@ class MutantResult:
 
     @property
     def caught(self) -> bool:
-        """By the check that its story names, and not by a case that fails anyway."""
+        """Whether the expected check failed, and the case passes without the mutant."""
         healthy = self.unpatched in ("exact", "within_tolerance")
         return healthy and self.mutant.expected in self.checks
 
@@ -242,7 +242,7 @@ class MutantRunner:
         self._healthy: dict[tuple[Case, Delays | None], str] = {}
 
     def run(self, mutant: Mutant) -> MutantResult:
-        """Run its case as it is, unless that is known, then with the bug.
+        """Run the case of a mutant without its bug, unless that is known, and then with it.
 
         Where layouts have to disagree, the case as it is stands for the first layout.
         """
@@ -273,18 +273,18 @@ PATIENCE = 10.0  # seconds that a lane has to end its ranks
 
 
 class LaneDiedError(RuntimeError):
-    """A lane ended without saying why."""
+    """A process of --lanes ended without a message."""
 
 
 class Lanes:
-    """Gives every free lane the next scenario, and hears of results in the order they come."""
+    """Processes that run scenarios beside each other, and send their results as they come."""
 
     def __init__(self, count: int, campaign: Callable[[], Campaign]) -> None:
         self.count = count
         self._campaign = campaign
 
     def run(self, scenarios: CasesByScenario, on_result: OnResult, progress: Progress) -> None:
-        """Run the cases of all scenarios; Ctrl-C ends every lane and comes through."""
+        """Run the cases of all scenarios; Ctrl-C ends every lane and is raised."""
         left = iter(range(len(scenarios)))
         # As with ranks: the child of a thread that has used OpenMP may hang in it, so a new one
         # forks. It outlives the lanes, since its end would count as the parent's death.
@@ -313,7 +313,7 @@ class Lanes:
 
     @staticmethod
     def _listen(pipes: list[Connection], hear: Hearers, next_one: Callable[[], Any]) -> None:
-        """Until every lane has said that it ends."""
+        """Read results from the lanes until every lane has reported its end."""
         while pipes:
             for pipe in connection.wait(pipes):
                 assert isinstance(pipe, Connection)
@@ -341,7 +341,7 @@ class Lanes:
         return process, mine
 
     def _run_lane(self, pipe: Connection, scenarios: CasesByScenario, parent: int) -> NoReturn:
-        """Be a lane: run what the parent names until it has no more; runs no exit handlers."""
+        """Run in a forked lane the scenarios that the parent sends; no exit handlers run."""
         try:
             end_with(parent)  # Ctrl-C is for the parent, which then ends its lanes
             torch.set_num_threads(1)
@@ -360,7 +360,7 @@ class Lanes:
 
 
 def _send(pipe: Connection, kind: str, *content: object) -> None:
-    """Whole, even if a signal wants this process to end meanwhile."""
+    """Write a whole message to a pipe, also if a signal arrives meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         pipe.send((kind, content))
@@ -374,7 +374,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """Somebody wants this process to end; `status` is the exit status that says by which signal."""
+    """Raised when a signal asks this process to end; `status` is its exit status."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

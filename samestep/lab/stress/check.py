@@ -1,4 +1,4 @@
-"""One comparison of all replicas inside a training loop: cheap while they agree, exact if not."""
+"""Compares all replicas inside a training loop: cheap while they agree, exact if not."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ SHOWN = 8  # drifts that an error tells of
 
 @dataclass(frozen=True)
 class Drift:
-    """Something that ranks should have alike and have not. The same on every rank.
+    """A value that should be equal on several ranks and is not; the same object on every rank.
 
     name: of a parameter or buffer; `parameter.key` of state; `param_groups[i][key]`.
     ranks: the global ranks that differ from `first_rank`, the first of those that share it.
@@ -73,7 +73,7 @@ class Drift:
 
 
 class DriftError(RuntimeError):
-    """Replicas have drifted apart. Raised on every rank; `drifts` has every place."""
+    """Raised on every rank when replicas differ; `drifts` lists every difference."""
 
     def __init__(self, drifts: Sequence[Drift]) -> None:
         self.drifts = list(drifts)
@@ -103,7 +103,7 @@ def check(
     buffers: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[Drift]:
-    """Compare what all ranks should have alike, bit for bit; raise a DriftError if they have not.
+    """Compare all values that ranks should share, bit for bit; raise a DriftError if they differ.
 
         if step % 100 == 0:
             samestep.stress.check(model, optimizer)
@@ -150,7 +150,7 @@ def check(
 
 
 class _Entry(NamedTuple):
-    """Something that a group of ranks should have alike."""
+    """A value that a group of ranks should have in common."""
 
     kind: Kind
     name: str
@@ -162,7 +162,7 @@ class _Entry(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The facts that must be the same before values can be compared."""
+        """Name, shape and dtype, which must agree before values can be compared."""
         if isinstance(self.value, str):
             return f"{self.kind} {self.name}"
         return f"{self.kind} {self.name}: {tuple(self.value.shape)} {self.value.dtype}"
@@ -210,7 +210,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Te
 def _shared(
     kind: Kind, name: str, tensor: Tensor, ranks: RankGroup
 ) -> Iterator[tuple[RankGroup, _Entry]]:
-    """A tensor with its ranks; of a DTensor what is held, with those of each axis of copies.
+    """Entries of one tensor; for a DTensor its local part, with the ranks of each replicated axis.
 
     Copies that agree along every axis agree everywhere.
     """
@@ -228,7 +228,7 @@ def _shared(
 def _outside(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: RankGroup
 ) -> "OutsideCopies | None":
-    """DTensors of which ranks outside of their mesh may hold copies."""
+    """DTensors that ranks outside of their mesh may hold copies of."""
     names = _names(model, optimizer)
     if all(mesh_of(param) is None for param in names):
         return None
@@ -245,7 +245,7 @@ def _outside(
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is all there: no part of a DTensor, nothing without values."""
+    """Whether a tensor is complete on this rank: neither a DTensor nor on the meta device."""
     lazy = nn.parameter.is_lazy(tensor)
     return not (lazy or tensor.is_meta or hasattr(tensor, "device_mesh")) and (
         tensor.layout == torch.strided
@@ -255,7 +255,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _options(
     name: str, optimizer: torch.optim.Optimizer, group: Group
 ) -> Iterator[tuple[str, Tensor | str]]:
-    """The hyperparameters of a group, not what others have put there; tensors by value."""
+    """The hyperparameters of a group, without keys of other code; tensors by value."""
     of_rules = (key for rule in RULES.values() for key in rule.defaults)
     known = {"rule", "maximize", *LAYOUT_KEYS, *of_rules, *optimizer.defaults}
     for key in sorted(known & group.keys()):
@@ -273,7 +273,7 @@ def _option(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:
 
 
 def _text(value: Any) -> str:
-    """A text that is the same for equal values in every process, as repr is not."""
+    """Text that is equal for equal values in every process, which repr() does not ensure."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
     if isinstance(value, tuple | list):
@@ -317,11 +317,11 @@ class _Comparison:
         self.summary = torch.stack([known[-1], checksum(self.sums)])
 
     def agrees(self) -> Tensor:
-        """(): whether all ranks of the group have the same. The host does not wait for it."""
+        """A bool tensor (), whether all ranks of the group agree; the host does not wait for it."""
         return agreed(self.summary, self.group, NAME).all()
 
     def locate(self) -> list[Drift]:
-        """The differences between ranks; raises on all of them if they have not the same things."""
+        """Find the differences between ranks; raises on all if they compare different entries."""
         what = "list of things to compare"
         require_same_lines(what, self.lines, self.group, self.device)
         places = differing(self.sums, self.group, NAME)
@@ -336,7 +336,7 @@ class _Comparison:
 
 
 def _drifts(of_all: _Comparison, of_some: Sequence[_Comparison]) -> list[Drift]:
-    """The comparisons, the same on all ranks: also of what only some of them share."""
+    """Collect the differences of all groups, so that every rank has the same list."""
     agree = [comparison.agrees().to(of_all.device) for comparison in of_some]
     differs = torch.zeros(1, dtype=torch.int64, device=of_all.device)
     if agree:
@@ -355,7 +355,7 @@ def _drifts(of_all: _Comparison, of_some: Sequence[_Comparison]) -> list[Drift]:
 
 
 def _of_some(differing_here: Sequence[_Comparison], of_all: _Comparison) -> list[Drift]:
-    """Tell all ranks what some of them have found."""
+    """Send to all ranks the differences that only some of them have found."""
     problem, mine = None, []
     for comparison in differing_here:
         try:

@@ -60,7 +60,7 @@ LINE_EVERY = 10.0  # seconds between lines in a log
 
 
 class Display(bars.Progress):
-    """Two lines while cases run: how many are done, and how far the present one is.
+    """Two lines of progress: how many cases are done, and the step of the present one.
 
     Where the output is no terminal but a log, a line of it now and then.
     """
@@ -87,7 +87,7 @@ class Display(bars.Progress):
         self._log(f"{case.scenario} · {case.layout} · step {step}")
 
     def begin(self, text: str) -> None:
-        """Show the name of something that has no steps to count."""
+        """Show the name of work that has no steps to count."""
         self.update(self._one, description=text, completed=0, total=None)
         self._log(text)
 
@@ -95,7 +95,7 @@ class Display(bars.Progress):
         self.advance(self._all, count)
 
     def _log(self, text: str) -> None:
-        """A line, if it is time for one; also of ranks that show nothing: they never start."""
+        """Write a line of progress to a file, every ten seconds."""
         now = time.monotonic()
         if self.console.is_terminal or not self._begun or now - self._told < LINE_EVERY:
             return
@@ -138,7 +138,7 @@ def results_table(cases: Sequence[Entry]) -> Table:
 
 
 def _summary(cases: Sequence[Entry]) -> str:
-    """A line with the number of exact layouts, and the others by name."""
+    """Summarize the layouts of a scenario: the number of exact ones, and the others by name."""
     exact = sum(case["status"] == "exact" for case in cases)
     parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
     for case in cases:
@@ -152,7 +152,7 @@ def _summary(cases: Sequence[Entry]) -> str:
 
 
 def left_out(cases: Sequence[Entry]) -> list[str]:
-    """Reasons why cases do not apply, a line each, with their layouts and scenarios."""
+    """Reasons why cases do not apply, one line for each with its layouts and scenarios."""
     scenarios = list(dict.fromkeys(case["scenario"] for case in cases))
     reasons: dict[str, list[Entry]] = {}
     for case in cases:
@@ -279,7 +279,7 @@ class Session:
             check_folder(options.out)
 
     def run(self) -> int:
-        """Whatever happens, what was found is written."""
+        """Run all cases, and write the results in any event."""
         if self.options.goes_on:
             self._take_over()
         if self.progress.finished:
@@ -309,7 +309,7 @@ class Session:
         return 0 if verdict == "clean" else 1
 
     def _take_over(self) -> None:
-        """Have the cases that an earlier stretch of this run has left."""
+        """Take over the cases that an earlier, unfinished run has completed."""
         if self.torchrun is not None:
             raise BadRequestError("--continue starts its own ranks: run it without torchrun")
         self.progress = go_on(self.progress, self.console.print)
@@ -352,7 +352,7 @@ class Session:
         return str(content["verdict"])
 
     def cases(self) -> list[Case]:
-        """Scenario by scenario, since layouts of one share its reference."""
+        """Yield cases scenario by scenario, because the layouts of one share its reference."""
         options = self.options
         names = options.scenarios()
         found = []
@@ -471,7 +471,7 @@ class Session:
 
 
 def _of_nccl(backend: str, ranks: int) -> dict[str, Any]:
-    """The version of NCCL, and whether so many ranks of this machine had a GPU each."""
+    """The version of NCCL, and whether each of the machine's ranks had its own GPU."""
     found = library_version() if backend == "nccl" else None
     if found is None:
         return {}
@@ -479,7 +479,7 @@ def _of_nccl(backend: str, ranks: int) -> dict[str, Any]:
 
 
 def _faults(console: Console, options: Options) -> int:
-    """Run the faults in every layout that they are for; a table, and faults.json."""
+    """Run the faults in every layout they apply to; prints a table and writes faults.json."""
     if torchrun_rank() is not None:
         raise BadRequestError("--faults start their own ranks: run it without torchrun")
     check_folder(options.out)
@@ -520,7 +520,7 @@ def _faults(console: Console, options: Options) -> int:
 
 
 def foreign_table(results: Sequence[ForeignResult]) -> Table:
-    """A row for each case of an optimizer of somebody else; what was not asked is a dash."""
+    """The table of --optimizer: one row per case; a dash marks a check that was not made."""
     columns = ("scenario", "ranks", "", "replicas", "alone", "untouched", "state dict")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     answers = {None: "[dim]-[/]", True: "[green]yes[/]", False: "[bold red]NO[/]"}
@@ -534,7 +534,7 @@ def foreign_table(results: Sequence[ForeignResult]) -> Table:
 
 
 def _foreign(console: Console, options: Options) -> int:
-    """Run an optimizer of somebody else through its cases; a table, and foreign.json."""
+    """Run the optimizer of --optimizer through its cases; prints a table, writes foreign.json."""
     check_folder(options.out)
     assert options.optimizer is not None
     factory = options.foreign_factory()

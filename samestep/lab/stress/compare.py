@@ -1,4 +1,4 @@
-"""Changes between two receipts of `samestep stress`, what matters most first."""
+"""Compares two receipts of `samestep stress`, and lists the important changes first."""
 
 import json
 import os
@@ -55,7 +55,7 @@ class Change:
 
 
 def read_receipt(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A receipt that is whole; raises ValueError, naming the path, if it is not."""
+    """Read and check a receipt; raises ValueError with the path if it is invalid."""
     try:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse)
         check_receipt(content)
@@ -134,7 +134,7 @@ def _surroundings(first: Receipt, second: Receipt) -> Iterator[Change]:
 
 
 def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterator[Change]:
-    """Large changes alone, and never as worse or better: other work on the machine does that."""
+    """Changes of run time, only if large, and never rated as worse or better."""
     times = [("", first["ran"]["seconds"], second["ran"]["seconds"])]
     for where, (old, new) in both.items():
         if _same_work(old, new) and old["steps_taken"] == new["steps_taken"]:
@@ -149,7 +149,7 @@ def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterato
 
 
 def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
-    """The cases that only one receipt has; no loss if not the `same` was asked for."""
+    """Cases that only one of the receipts has; not rated if the requests differed."""
     for where, (old, new) in pairs.items():
         if new is None and old is not None:
             text, _ = _ended(old)
@@ -161,7 +161,7 @@ def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
 
 
 def _ended(entry: Entry) -> tuple[str, bool]:
-    """The ending of a case or a mutant in words, and whether it is bad."""
+    """How a case or a mutant ended, in words, and whether that is bad."""
     if "caught" in entry:
         return "caught" if entry["caught"] else "escaped", not entry["caught"]
     return STATUSES[entry["status"]][1], entry["status"] == "failed"
@@ -182,7 +182,7 @@ def _status_text(case: Case) -> str:
 
 
 def _apart(what: str, pick: Pick, where: str, old: Case, new: Case) -> Iterator[Change]:
-    """Differences that have grown, or were zero and are not; and those that have become zero.
+    """Changes of the differences between ranks: larger, no longer zero, or zero now.
 
     The distance to the reference is never to be zero, and depends on the work that was done.
     """
@@ -218,7 +218,7 @@ def _plan(where: str, old: Case, new: Case) -> Iterator[Change]:
 
 
 def _costs(where: str, old: Case, new: Case) -> Iterator[Change]:
-    """Collectives and bytes, of cases that did the same work: averages over all steps."""
+    """Changes in collectives and bytes per step, for cases that did the same work."""
     if old["steps_taken"] != new["steps_taken"]:
         return
     for key, text in (("collectives_per_step", "{:.4g}".format), ("bytes_per_step", size)):
@@ -268,7 +268,7 @@ def _presence(presence: Entry) -> str:
 
 
 def _pairs(old: Sequence[Entry], new: Sequence[Entry], keys: Sequence[str]) -> Pairs:
-    """Entries of both with the same names, in order; the second of that name is "name (2)"."""
+    """Pair entries of equal names in order; a repeated name gets the suffix "(2)"."""
     named_old, named_new = _named(old, keys), _named(new, keys)
     return {name: (named_old.get(name), named_new.get(name)) for name in named_old | named_new}
 
@@ -290,12 +290,12 @@ def _same_work(old: Case, new: Case) -> bool:
 
 
 def _direction(before: float, after: float) -> Severity:
-    """Whether a number got better, of those that are better when smaller."""
+    """Rate a change of a number that is better when smaller."""
     return "worse" if after > before else "better"
 
 
 def _told(pairs: Sequence[tuple[Worst, Worst]]) -> tuple[str, str]:
-    """The largest of those before, and of those after."""
+    """Describe the largest values before and after."""
     sides = [max(side, key=lambda worst: worst.distance) for side in zip(*pairs, strict=True)]
     before, after = (
         f"{short(worst.distance)} ({worst.family}, step {worst.step:,})" if worst.distance else "0"

@@ -1,4 +1,4 @@
-"""Trainings whose parameters are DTensors, and that a plain twin gives gradients.
+"""Trainings whose parameters are DTensors, with gradients computed by a plain copy of the model.
 
 `TwinTraining` averages them as one process does. In `CopiesTraining` DTensors have copies on other
 meshes, which the optimizer averages, as `parallelize_module` leaves a model whose data parallel
@@ -48,7 +48,7 @@ from samestep.lab.stress.training import Training, local_part, mean_gradients, r
 
 
 class DTensorTraining(Training):
-    """Ranks hold parts of the parameters."""
+    """A training whose ranks hold shards of the parameters as DTensors."""
 
     _logs: "GroupLogs | None" = None  # where ranks are in groups of their own
 
@@ -56,7 +56,7 @@ class DTensorTraining(Training):
         return super().log(recorder) if self._logs is None else self._logs.compared(recorder)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters that the optimizer has, whole; collective."""
+        """The optimizer's parameters as whole tensors; collective."""
         groups = self.optimizer.param_groups
         named = (pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True))
         # Master copies are state: what ranks compute with is compared.
@@ -72,7 +72,7 @@ class DTensorTraining(Training):
         local_part(param).copy_(own)
 
     def _part(self, param: DTensor, whole: Tensor) -> Tensor:
-        """The local part of a tensor that is placed as a parameter is."""
+        """The local shard of a tensor, cut as its parameter is."""
         if param not in self._slices:
             self._slices[param] = own_box(param).slices
         return whole[self._slices[param]]
@@ -82,7 +82,7 @@ class DTensorTraining(Training):
         return super()._new_model()
 
     def _resume(self) -> None:
-        """Through torch's own state dicts, into a new model and a new optimizer."""
+        """Save through torch's state dicts, and load into a new model and optimizer."""
         saved = copy.deepcopy(get_state_dict(self.model, self.optimizer))
         self._start_anew()
         set_state_dict(
@@ -91,7 +91,7 @@ class DTensorTraining(Training):
 
 
 class TwinTraining(DTensorTraining):
-    """Gradients of a plain twin, averaged as one process does it."""
+    """A training whose gradients come from a plain twin model, averaged as on one process."""
 
     def _new_model(self) -> nn.Module:
         self._twin = super()._new_model()
@@ -107,7 +107,7 @@ class TwinTraining(DTensorTraining):
         return model
 
     def _inner_placement(self, place: int, param: Tensor) -> Shard | Replicate:
-        """Stacks by expert; or matrices by rows and columns in turn, vectors in copies."""
+        """Placements: stacks by expert, matrices by rows or columns, vectors replicated."""
         if self.layout.parameters == "ep_fsdp2":
             return Shard(0) if param.dim() == 3 else Replicate()
         return Shard(place % 2) if param.dim() > 1 else Replicate()
@@ -128,7 +128,7 @@ class TwinTraining(DTensorTraining):
             param.grad = grad
 
     def _mean_over_ranks(self, number: int) -> Gradients:
-        """As `mean_gradients`; each rank computes its own, and they travel in one collective."""
+        """Average each rank's gradients, sent in one collective, as `mean_gradients` does."""
         twins = named_params(self._twin)
         (mine,) = rank_gradients(self.scenario, self._twin, number, self.rank)  # in one round
         present = torch.tensor([float(name in mine) for name in twins])
@@ -161,7 +161,7 @@ class TwinTraining(DTensorTraining):
 
 
 class GroupLogs:
-    """Logs of collectives by group, for ranks that are in different groups."""
+    """Digests of the collectives of each process group, for ranks in several groups."""
 
     def __init__(self) -> None:
         self._logs: dict[tuple[int, ...], hashlib._Hash] = {}
@@ -173,7 +173,7 @@ class GroupLogs:
         self._logs.setdefault(record.ranks, hashlib.sha256()).update(line.encode())
 
     def compared(self, flights: FlightRecorder) -> tuple[int, str]:
-        """The same on all ranks if in every group all members have launched the same."""
+        """A digest that is equal on all ranks if the members of every group launched the same."""
         mine = {members: log.hexdigest() for members, log in self._logs.items()}
         of_ranks = gather_everywhere((flights.count, mine), registry.of().handle)
         known = {(members, digest) for _, logs in of_ranks for members, digest in logs.items()}
@@ -187,7 +187,7 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Made once for the present default group: groups of ranks take a while."""
+    """The DeviceMesh of the present default group, made once because making groups is slow."""
     key = (dist.group.WORLD, kind, shape, names)
     if key not in _meshes:
         for old in [other for other in _meshes if other[0] is not dist.group.WORLD]:
@@ -201,7 +201,7 @@ KINDS = ("rows", "columns", "summands", "plain", "whole")
 
 
 class Cut(NamedTuple):
-    """The placement of a parameter along some axes, with copies along others. No axes: plain."""
+    """How a parameter is sharded over some mesh axes and replicated over others; no axes: plain."""
 
     axes: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()
@@ -213,7 +213,7 @@ class Cut(NamedTuple):
 
 
 class CopiesTraining(DTensorTraining):
-    """Gradients of a plain twin, given to DTensors and plain parameters by real backward passes."""
+    """Gives a twin's gradients to DTensors and plain parameters through real backward passes."""
 
     def _new_model(self) -> nn.Module:
         self._logs = self._logs or GroupLogs()
@@ -232,13 +232,13 @@ class CopiesTraining(DTensorTraining):
         return model
 
     def _fused(self) -> set[str]:
-        """Parameters with several blocks one below the other."""
+        """Parameters that consist of several blocks of rows."""
         alone = samestep.MuonAdamW(self._twin, grads="reduced", **self.scenario.options())
         groups = [group for group in alone.param_groups if group.get("split_sizes")]
         return {name for group in groups for name in group["param_names"]}
 
     def _cut(self, place: int, param: Tensor, fused: bool) -> Cut:
-        """Stacks by expert where there is such an axis; all else in every way, in turn."""
+        """Choose shardings in turn; stacks are sharded by expert where there is such an axis."""
         if param.dim() == 3 and "expert" in self._sizes:
             along: dict[str, Placement] = {"expert": Shard(0)}
             if "model" in self._sizes:
@@ -256,7 +256,7 @@ class CopiesTraining(DTensorTraining):
         return Cut() if kind == "plain" else Cut((axis,), (Replicate(),), kind == "summands")
 
     def _may_cut(self, param: Tensor, axis: str, how: Placement, fused: bool) -> bool:
-        """Flat buffers want equal parts of every block."""
+        """Whether a sharding has equal parts of every block, which flat buffers need."""
         if self.layout.options.get("buffers") != "flat":
             return True
         assert isinstance(how, Shard)
@@ -286,7 +286,7 @@ class CopiesTraining(DTensorTraining):
 
     @torch.no_grad()
     def _shares(self, number: int, by_rank: Sequence[Gradients]) -> Gradients:
-        """What this rank gives to the mean of the gradients of all, and holds of it."""
+        """This rank's share of the mean gradient of each parameter, and the part it holds."""
         found = {}
         for place, (name, cut) in enumerate(self._cuts.items()):
             mine = by_rank[self.rank].get(name)
@@ -305,7 +305,7 @@ class CopiesTraining(DTensorTraining):
         return found
 
     def _held_of(self, name: str, whole: Tensor, turn: int) -> Tensor | None:
-        """A part of a gradient, or a summand; None: other ranks of the mesh have all there is."""
+        """The shard or summand of a gradient on this rank; None where other ranks hold it all."""
         cut, param = self._cuts[name], self._named[name]
         assert isinstance(param, DTensor)
         if cut.summands:
@@ -345,7 +345,7 @@ class CopiesTraining(DTensorTraining):
     # --- values --------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        """Whole; those that are not cut as they are on this rank, so that copies are compared."""
+        """Whole values; replicated parameters as this rank has them, so that copies are compared."""
         found = super().parameters()
         for name in found:
             if not self._cuts[name].is_cut:
@@ -357,7 +357,7 @@ class CopiesTraining(DTensorTraining):
 
 
 def share_out(given: Sequence[Tensor], copies: int, turn: int) -> list[Tensor | None]:
-    """The share of each copy, so that added up in order they have the bits of sum(given).
+    """Split a gradient into shares whose ordered sum has the bits of sum(given).
 
     A sum in floating point has an order: whoever comes first gives the sum of several, those that
     follow one each. By `turn` these are more or fewer, and others give nothing.

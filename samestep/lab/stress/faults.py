@@ -88,7 +88,7 @@ FAULTS = {
 
 
 class Loss(nn.Module):
-    """The identity, whose backward raises when it is told to."""
+    """The identity function, whose backward raises on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Loss(nn.Module):
 
 @contextmanager
 def _goes_wrong(fault: str, optimizer: samestep.MuonAdamW, loss: Loss) -> Iterator[None]:
-    """One step of the rank that goes wrong."""
+    """Run the step in which this rank goes wrong."""
     match fault:
         case "kill" | "kill_first":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -165,7 +165,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Asked(NamedTuple):
-    """One case: a fault in a layout, on so many ranks."""
+    """One case: a fault in a layout, on a number of ranks."""
 
     fault: str
     layout: str
@@ -180,13 +180,13 @@ class Asked(NamedTuple):
 
     @property
     def to_tell(self) -> list[int]:
-        """The ranks that have to notice; a step too many is noticed by who takes it alone."""
+        """Ranks that must notice the fault; a step too many only its own rank notices."""
         others = [rank for rank in range(self.world) if rank != self.astray]
         return [self.astray] if self.fault == "extra" else others
 
     @property
     def to_name(self) -> int:
-        """The rank that their messages have to name."""
+        """The rank that the messages of the others must name."""
         return 0 if self.fault == "extra" else self.astray
 
 
@@ -219,7 +219,7 @@ def _train(asked: Asked, rank: int, device: torch.device, fault_file: Path) -> N
 
 
 def _be_rank(asked: Asked, rank: int, port: int, folder: Path) -> NoReturn:
-    """Be one rank, as a script that somebody runs; ends the process."""
+    """Run one rank as a script would, and end the process."""
     end_with(os.getppid())
     output = os.open(folder / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -261,7 +261,7 @@ def _be_rank(asked: Asked, rank: int, port: int, folder: Path) -> NoReturn:
 
 @dataclass
 class Report:
-    """The ending of one rank that did nothing wrong.
+    """How a rank ended that did nothing wrong.
 
     named: It said who did.
     aborted: Gloo aborted its process, as it does where sizes do not match; it could say nothing.
@@ -304,7 +304,7 @@ def _processes() -> ForkServerContext:
 
 
 class Running:
-    """The processes of one case."""
+    """The processes of one case while it runs."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -322,7 +322,7 @@ class Running:
         self._fault: float | None = None
 
     def look(self) -> bool:
-        """Take note of who has ended; whether the case is over."""
+        """Record which processes have ended, and return whether the case is over."""
         now = time.monotonic()
         if self._fault is None and (self._folder / FAULT).exists():
             self._fault = now
@@ -335,11 +335,11 @@ class Running:
 
     @property
     def reached_fault(self) -> bool:
-        """Whether a rank has gone wrong yet."""
+        """Whether the faulty rank has reached its fault."""
         return self._fault is not None
 
     def result(self) -> FaultResult:
-        """End what is left, and judge."""
+        """End the remaining processes, and judge the case."""
         for process in self._ranks:
             process.kill()
             process.join()
@@ -377,7 +377,7 @@ class Running:
 
 
 def _lines_of_samestep(text: str) -> list[str]:
-    """Lines that samestep's own errors have left, the last ones first."""
+    """Lines of samestep's own errors in a log, the last ones first."""
     kinds = ("CollectiveError", "RankProblemError", " ends, in ", "failed: ")
     return [line for line in reversed(text.splitlines()) if any(kind in line for kind in kinds)]
 
@@ -385,7 +385,7 @@ def _lines_of_samestep(text: str) -> list[str]:
 def cases(
     faults: Sequence[str], layouts: Sequence[str], world: int, backend: str, timeout: float
 ) -> list[Asked]:
-    """All pairs; a mesh of two axes needs four ranks, and gloo aborts one where sizes differ."""
+    """All pairs of fault and layout; a mesh of two axes gets four ranks."""
 
     def ranks(layout: str, fault: str) -> int:
         aborts = backend == "gloo" and fault in ("shape", "foreign")
@@ -400,7 +400,7 @@ def cases(
 def run_faults(
     asked: Sequence[Asked], lanes: int, on_result: Callable[[FaultResult], None]
 ) -> None:
-    """Run cases, so many beside each other.
+    """Run all cases, several at the same time.
 
     On a GPU kernels are compiled first, by ranks that do nothing wrong: in a case it would count
     towards the time-out. A case whose ranks did not come as far as the fault, since their start

@@ -1,4 +1,4 @@
-"""`samestep stress --optimizer`: a distributed optimizer of somebody else, on ranks of its own.
+"""`samestep stress --optimizer`: runs another package's distributed optimizer on ranks of its own.
 
 Each case is a scenario on a number of ranks. Its ranks are forked for it alone, with a time-out, so
 that an optimizer which hangs, raises or kills its process costs a row of the table and no more.
@@ -62,7 +62,7 @@ ODD: dict[str, tuple[int, ...]] = {
 
 
 class ForeignScenario(GradientScenario):
-    """Gradients that an optimizer is given, each rank its own, and what happens between steps.
+    """Gradients given to each rank, and what happens between steps.
 
     The docstring of a scenario is its story.
     """
@@ -86,7 +86,7 @@ class ForeignScenario(GradientScenario):
         return 1.0
 
     def resumes(self, step: int) -> bool:
-        """Whether the run is saved before a step, and goes on with a new model and optimizer."""
+        """Whether the run is saved before a step and continued with a new model and optimizer."""
         return False
 
 
@@ -97,7 +97,7 @@ class Dense(ForeignScenario):
 
 
 class OddShapes(ForeignScenario):
-    """The same on shapes that no number of ranks divides, one with fewer rows than ranks."""
+    """Dense gradients of shapes that no number of ranks divides, one with fewer rows than ranks."""
 
     name = "odd_shapes"
     shapes = ODD
@@ -105,7 +105,7 @@ class OddShapes(ForeignScenario):
 
 
 class AbsentSomewhere(ForeignScenario):
-    """Every parameter lacks its gradient on one of the ranks, another one in each step."""
+    """Every parameter lacks its gradient on one rank, which changes from step to step."""
 
     name = "absent_somewhere"
     about_ranks = True
@@ -116,7 +116,7 @@ class AbsentSomewhere(ForeignScenario):
 
 
 class AbsentEverywhere(ForeignScenario):
-    """In one step of three no rank has a gradient for a parameter: it stays untouched."""
+    """In one step of three a parameter has no gradient on any rank and must not change."""
 
     name = "absent_everywhere"
     lacks = True
@@ -126,7 +126,7 @@ class AbsentEverywhere(ForeignScenario):
 
 
 class Zeros(ForeignScenario):
-    """In one step of three a gradient is zeros, which is a gradient: momentum goes on."""
+    """In one step of three a gradient is zero, and momentum must continue."""
 
     name = "zeros"
 
@@ -135,12 +135,12 @@ class Zeros(ForeignScenario):
 
 
 class Rates(ForeignScenario):
-    """The learning rate of every group is another one in every step."""
+    """Every group has another learning rate in every step."""
 
     name = "rates"
 
     def rate(self, step: int) -> float:
-        """Up, and down by a cosine; never zero."""
+        """The factor rises, then falls along a cosine, and never reaches zero."""
         return 0.55 + 0.45 * math.cos(0.9 * step)
 
 
@@ -191,7 +191,7 @@ class ForeignCase(NamedTuple):
     seed: int = 0
 
     def reason_against(self, make_model: MakeModel | None = None) -> str | None:
-        """The reason why the case does not apply: it would say nothing. None: it applies."""
+        """Why the case would test nothing; None if it applies."""
         kind = FOREIGN[self.scenario]
         if self.grads == "reduced" and kind.about_ranks:
             return "gradients come averaged: all ranks are given the same"
@@ -202,7 +202,7 @@ class ForeignCase(NamedTuple):
 
 @dataclass(frozen=True)
 class ForeignResult:
-    """The answers of a case. None: the question was not asked, or nobody was left to answer it.
+    """The findings of a case; None: not checked, or no rank was left to check.
 
     alone: the largest distance of a parameter from the single process, as a part of the way that it
         went there.
@@ -234,7 +234,7 @@ class RankReport(NamedTuple):
 
 
 class _Gradients(nn.Module):
-    """A forward of which backward gives the gradients of a scenario, for DDP to wrap."""
+    """A module whose backward yields the gradients of a scenario, for DDP to wrap."""
 
     def __init__(self, model: nn.Module, scenario: ForeignScenario, rank: int) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class _Gradients(nn.Module):
 
 
 class ForeignTraining:
-    """A model, the foreign optimizer for it, and gradients as they reach it."""
+    """A model, the tested optimizer, and gradients as the case delivers them."""
 
     def __init__(
         self, scenario: ForeignScenario, factory: Factory, grads: Grads, rank: int
@@ -267,7 +267,7 @@ class ForeignTraining:
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def values(self) -> dict[str, Tensor]:
-        """All parameters, whole. Collective for DTensors."""
+        """All parameters as whole tensors; collective for DTensors."""
         named = named_params(self.model)
         return {name: _whole(param.detach()).clone() for name, param in named.items()}
 
@@ -287,7 +287,7 @@ class ForeignTraining:
         self.model.zero_grad(set_to_none=True)  # for optimizers that fill with zeros
 
     def resume(self) -> str:
-        """Go on with a new model and optimizer; say where the state dict is not what was saved."""
+        """Continue with a new model and optimizer; return where the state dict has changed."""
         values = self.values()
         saved = self._saved()
         model = self.scenario.model()
@@ -301,7 +301,7 @@ class ForeignTraining:
         return _difference(_unpacked(saved), _unpacked(self._saved())) or ""
 
     def _saved(self) -> bytes:
-        """A state dict as a file: this rank's own, or the first rank's where that is the whole one.
+        """The state dict through a file: each rank's own, or rank 0's if that is complete.
 
         The latter is the way of ZeroRedundancyOptimizer. Collective.
         """
@@ -400,7 +400,7 @@ def _run_rank(
     alone: bool,
     notes: Sequence[Note],
 ) -> RankReport:
-    """Train, and look at the parameters after every step; `alone` is never interrupted."""
+    """Train and record the parameters after every step; `alone`: never save and resume."""
     torch.manual_seed(scenario.seed)  # what the optimizer draws is the same on all ranks
     note, touched, state_dict = notes[rank], None, None
     with without_onednn():
@@ -453,7 +453,7 @@ def run_case(
     watchdog: float = 10.0,
     tolerance: float = TOLERANCE,
 ) -> ForeignResult:
-    """Run a case on ranks of its own, and beside it alone; whatever they do is a result."""
+    """Run a case on forked ranks and on one process; a failure of ranks is a result."""
     place = case.scenario, case.world
     reason = case.reason_against(make_model)
     if reason is not None:
@@ -488,7 +488,7 @@ def run_case(
 
 
 class _CaseFailedError(Exception):
-    """The ranks of a case did not all come to their end."""
+    """Some ranks of a case failed."""
 
     def __init__(self, status: Status, said: str) -> None:
         super().__init__(said)
@@ -500,7 +500,7 @@ FOLLOWS = ("Connection closed", "Connection reset", "Broken pipe", "was still ru
 
 
 def _ending(reports: Mapping[int, str], notes: Sequence[str]) -> tuple[Status, str]:
-    """The failure of ranks: the first cause, not those who waited for it."""
+    """Describe the first failure of ranks, not those of ranks that waited for it."""
     where = {rank: f"rank {rank} in {notes[rank]}" for rank in reports}
     for rank, text in reports.items():
         if text.startswith("died of"):
@@ -563,7 +563,7 @@ def _judged(
 
 
 def _farthest(found: RankReport, alone: RankReport) -> tuple[str, float]:
-    """The parameter that is farthest from the single process, and how far as a part of its way."""
+    """The parameter farthest from the single process, with its relative distance."""
     worst = "", 0.0
     for name, value in alone.end.items():
         way = float((value.double() - alone.start[name].double()).norm())

@@ -1,4 +1,4 @@
-"""Comparing: replicas with each other, a layout with the reference, and with another layout.
+"""Compares replicas with each other, and a layout with the reference and with another layout.
 
 First what every layout is held against, the reference's run of a scenario; then pure functions of
 samples. A check that fails gives a finding; the checks are
@@ -52,7 +52,7 @@ PRESENCE_STEPS = 64  # how many the presence map shows
 
 @dataclass
 class Expected:
-    """The reference's run.
+    """The samples of the reference run.
 
     samples: by number of steps taken.
     families: per parameter "adam", "mu_a" (the first group of Muon's) or "mu_b" (all others).
@@ -118,7 +118,7 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
 
 
 class _Scale:
-    """What a GradScaler is to do: halved by every step that was skipped, doubled by five taken."""
+    """The expected scale of a GradScaler: halved by each skipped step, doubled by five taken."""
 
     def __init__(self) -> None:
         self.value, self._taken = 2.0**10, 0
@@ -132,7 +132,7 @@ class _Scale:
 
 
 def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Reference) -> None:
-    """Apply what happens before a step to the reference; resuming changes nothing here."""
+    """Apply the events before a step to the reference; resuming changes nothing."""
     params = named_params(model)
     for event in scenario.events(step):
         match event:
@@ -185,7 +185,7 @@ PADDING = 1.3  # tiles of the harness' small, odd shapes have room to spare
 
 @dataclass(frozen=True)
 class Finding:
-    """A check that failed, after how many steps, and what was seen."""
+    """A failed check, with the number of steps and what was found."""
 
     check: str
     step: int
@@ -194,7 +194,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Distance:
-    """Largest absolute differences of parameters, per family (None: it has none), and of state."""
+    """Largest absolute differences per family of parameters (None: no such family) and of state."""
 
     adam: float | None = None
     mu_a: float | None = None
@@ -225,7 +225,7 @@ class SampleVerdict:
 
 @dataclass
 class Judge:
-    """Takes the samples of all ranks as they come.
+    """Judges the samples of all ranks as they arrive.
 
     base: another layout's samples by step, of the same scenario and world size.
     samples: of the first rank, by step.
@@ -245,7 +245,7 @@ class Judge:
 
     @property
     def exact(self) -> bool:
-        """Whether layouts must agree to the bit."""
+        """Whether layouts must agree bit for bit."""
         # Sums inside a layer have another order when it is cut, and XLA chooses its own.
         anyhow = self.work.layout.parameters in ("hybrid", "spmd", "spmd_hybrid")
         return self.work.case.reduction == "ordered" and not anyhow
@@ -275,7 +275,7 @@ class Judge:
         return verdict
 
     def end(self, endings: Mapping[int, Ending]) -> None:
-        """Judge how the ranks ended, and whether everything was seen that had to be."""
+        """Judge how the ranks ended, and whether all samples were seen."""
         # A rank that fails leaves the others hanging: its own error is the one to tell.
         order = ("plan", "contract", "replicas", "state", "error", "hang")
         failed = [(order.index(e.kind), rank) for rank, e in endings.items() if e.kind is not None]
@@ -313,7 +313,7 @@ class Judge:
 
     @property
     def worst(self) -> float:
-        """The largest difference so far between ranks and between layouts: it should be zero."""
+        """The largest difference so far between ranks and between layouts."""
         found = [verdict.replicas.largest for verdict in self.verdicts]
         found += [each.layouts.largest for each in self.verdicts if each.layouts is not None]
         return max(found, default=0.0)
@@ -371,7 +371,7 @@ class Judge:
 def _beyond_limits(
     distance: Distance | None, limits: Mapping[str, float] | None = None
 ) -> Iterator[tuple[str, float, float]]:
-    """What is too far away, or not a number: by how much, and its limit."""
+    """Distances that exceed their limit or are not a number, in words."""
     for family, limit in {**(limits or LIMITS), "state": STATE_LIMIT}.items():
         away = getattr(distance, family, None)
         if away is not None and not away <= limit:
@@ -379,12 +379,12 @@ def _beyond_limits(
 
 
 def fingerprint(ranks: Sequence[Sample]) -> str:
-    """The digest of parameters and state; several where ranks hold different bits."""
+    """Digest of parameters and state; several digests if ranks hold different bits."""
     return " ".join(sorted({_digest(sample) for sample in ranks}))
 
 
 def _digest(sample: Sample) -> str:
-    """Equal for equal names, keys, dtypes, shapes and bits; 0.0 and -0.0 are not equal."""
+    """A digest of names, keys, dtypes, shapes and bits; 0.0 and -0.0 differ."""
     digest = hashlib.blake2b(digest_size=8)
     for name, entries in sorted({"": sample.params, **sample.state}.items()):
         for key, value in sorted(entries.items()):
@@ -411,7 +411,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def _state_distance(one: Sample, other: Sample, relative: bool) -> float:
-    """Of all state; `relative`: to its own size where that is above 1."""
+    """Largest difference of state; `relative`: divided by its size where that is above 1."""
     worst = 0.0
     for name in one.state.keys() | other.state.keys():
         mine, theirs = one.state.get(name), other.state.get(name)

@@ -1,4 +1,4 @@
-"""The layouts under test. A new layout adds itself here and inherits every scenario."""
+"""Layouts that the harness tests; a layout that registers here runs every scenario."""
 
 from collections import ChainMap
 from collections.abc import Mapping
@@ -44,11 +44,11 @@ class Layout:
 
     @property
     def kind(self) -> str:
-        """The kind of parameters that make it this layout; others may be beside them."""
+        """The kind of parameters that this layout tests; it may have others beside them."""
         return KIND_OF[self.parameters]
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
-        """The reason why a scenario does not apply here on so many ranks, if it does not."""
+        """Why a scenario cannot run in this layout on a number of ranks; None if it can."""
         odd = world < 4 or world % 2
         if self.parameters == "hsdp" and odd:
             return "two copies of a sharded model need an even number of ranks, four or more"
@@ -77,7 +77,7 @@ class Layout:
         return {"data": world // size, **inner}
 
     def _reason_against_program(self, scenario: "type[Scenario]", world: int) -> str | None:
-        """One program is the same for all devices, and knows no ranks."""
+        """Why a scenario cannot run in one XLA program, which is equal for all devices."""
         if self.mesh and world % 2:
             return "parts need an even number of devices"
         if scenario.starts_differ:

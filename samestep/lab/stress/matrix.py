@@ -1,4 +1,4 @@
-"""The table of layouts that equal one process: `python -m samestep.lab.stress.matrix`.
+"""Writes the table of layouts that equal one process: `python -m samestep.lab.stress.matrix`.
 
 A row is a layout of the example GPT on forked ranks against the same model in one process. Both see
 the same tokens, in the order of their places. Gradients are compared before the optimizer, whole,
@@ -50,7 +50,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """A layout to be proven.
+    """A layout that is compared with one process.
 
     sequences: Per step, of all ranks together.
     steps: That are compared with one process.
@@ -73,12 +73,12 @@ class Case:
 
     @property
     def max_grad_norm(self) -> float:
-        """Below what norms are: gradients are clipped in every step. Factors have small ones."""
+        """A limit below all norms, so that gradients are clipped in every step."""
         return 0.001 if self.lora else 0.1
 
 
 class Reference(NamedTuple):
-    """What one process has: losses by step, gradients of some steps, parameters at the end."""
+    """The run of one process: losses, gradients of some steps, and final parameters."""
 
     start: GPT
     losses: list[float]
@@ -90,7 +90,7 @@ class Reference(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How far a layout is from one process; the largest of everything, over all ranks."""
+    """The largest distances of a layout from one process, over all ranks."""
 
     gradient: float = 0.0
     gradient_of: str = ""
@@ -110,7 +110,7 @@ class Outcome:
     trace: dict[str, Any] = field(default_factory=dict)
 
     def see(self, what: str, distance: float) -> None:
-        """The largest counts; NaN as infinity: it is larger than any bound."""
+        """Merge counts by their largest values; NaN counts as infinity."""
         known = math.inf if math.isnan(distance) else distance
         setattr(self, what, max(getattr(self, what), known))
 
@@ -157,7 +157,7 @@ def optimizer_keywords(case: Case) -> dict[str, Any]:
 
 
 def adapt(model: nn.Module, mesh: Mesh | None = None) -> None:
-    """Factors for all matrices of attention. None is zero: so both of a pair have a gradient."""
+    """Add LoRA factors to all attention matrices, nonzero so that both have gradients."""
     add_lora(model, ["*.attention.[qkv]", "*.attention.out"], rank=4, mesh=mesh)
     for _, layer in lora_layers(model):
         with torch.no_grad():
@@ -194,7 +194,7 @@ def reference(case: Case) -> Reference:
 
 
 def _parts(case: Case, tokens: Tensor) -> list[Tensor]:
-    """Sequences that meet in a router's balance loss: in a pipeline, those of a micro-batch."""
+    """Sequences whose tokens share a router's balance loss: in a pipeline, one micro-batch."""
     degrees = Degrees(case.ranks, **case.mesh)
     if degrees.pp == 1 or not case.model.balance_loss:
         return [tokens]
@@ -259,7 +259,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
 
 
 def _gradients(stack: Stack, optimizer: samestep.MuonAdamW) -> Iterator[tuple[str, Tensor | None]]:
-    """What FSDP2 and tensor parallel leave, or what the optimizer has made of copies."""
+    """Whole gradients, after FSDP2, tensor parallel and the averaging of copies."""
     if stack.fsdp:
         combine_gradients(stack.model.parameters())
     for name, param in stack.model.named_parameters():
@@ -268,7 +268,7 @@ def _gradients(stack: Stack, optimizer: samestep.MuonAdamW) -> Iterator[tuple[st
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of a whole tensor; collective for a DTensor."""
+    """Largest difference of two whole tensors; collective for a DTensor."""
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     return float((whole - expected).abs().max())
 
@@ -374,7 +374,7 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def run(options: Options) -> int:
-    """Run the rows that were asked for; the exit status tells whether all are within bounds."""
+    """Run the requested rows; the exit status says whether all are within bounds."""
     torch.set_num_threads(1)  # forked ranks inherit it
     known = json.loads(options.receipt.read_text())["rows"] if options.receipt.exists() else {}
     order = [case.name for case in cases(options)]

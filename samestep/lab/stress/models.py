@@ -42,7 +42,7 @@ class Matrices(nn.Module):
 
 
 def tiny() -> nn.Module:
-    """What the receipt of 1000 steps has: one AdamW parameter, Muon parameters in groups a and b.
+    """The model of the receipt: one AdamW parameter, Muon parameters in groups a and b.
 
     Sizes divide no world size, so that shards are uneven.
     """
@@ -59,7 +59,7 @@ TINY_GROUPS = [
 
 
 class Layer(nn.Module):
-    """Attention with fused QKV, then an MLP; `recycle` scales neurons that were given new life."""
+    """Attention with fused QKV and an MLP; `recycle` rescales neurons that began anew."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def gpt() -> nn.Module:
 
 
 class MixtureOfExperts(nn.Module):
-    """A router, and experts that are modules of their own: one without tokens has no gradient."""
+    """A router and experts as separate modules; one without tokens has no gradient."""
 
     def __init__(self, vocabulary: int = 24, width: int = 12, experts: int = 4) -> None:
         super().__init__()

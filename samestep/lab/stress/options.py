@@ -1,4 +1,4 @@
-"""Options of `samestep stress`, and what of them can run here."""
+"""Options of `samestep stress`, and checks whether this machine can run them."""
 
 import copy
 import math
@@ -205,7 +205,7 @@ class Options:
     list: Annotated[bool, "show all scenarios, layouts and known bugs"] = False
 
     def check(self) -> None:
-        """Raise BadRequestError for what can never run."""
+        """Raise BadRequestError for requests that can never run."""
         for name in () if self.mutant is None else self.mutant.split(","):
             _known("--mutant", name, self._mutants_there_are())
         if self.optimizer is not None:
@@ -266,7 +266,7 @@ class Options:
             )
 
     def _check_foreign(self) -> None:
-        """An optimizer of somebody else has scenarios and ranks of its own, and no layouts."""
+        """Check --optimizer, which has its own scenarios and ranks and no layouts."""
         for name in () if self.scenario == "all" else self.scenario.split(","):
             _known("--scenario", name, FOREIGN)
         fixed = (
@@ -306,7 +306,7 @@ class Options:
         return Delays(seed=self.seed)
 
     def foreign_cases(self) -> Sequence[ForeignCase]:
-        """The cases of an optimizer of somebody else; --steps unless given are a few."""
+        """The cases of --optimizer, with few steps unless --steps is given."""
         asked = FOREIGN if self.scenario == "all" else self.scenario.split(",")
         worlds = WORLDS if self.world_size is None else (self.world_size,)
         steps = STEPS if self.steps == type(self).steps else self.steps
@@ -326,7 +326,7 @@ class Options:
         return cast("Factory", named_function(self.optimizer, "--optimizer"))
 
     def quickened(self) -> "Options":
-        """With --quick as what it stands for: receipts then say what was run."""
+        """Replace --quick by the options it stands for, which the receipt then shows."""
         if not self.quick:
             return self
         usual = {field.name: field.default for field in fields(self)}
@@ -334,7 +334,7 @@ class Options:
         return replace(self, **quick)
 
     def _check_xla(self) -> None:
-        """One program knows other layouts than ranks do."""
+        """Check --device xla, which has other layouts than ranks."""
         on_xla = self.device == "xla"
         sets = ("xla", "xla_hybrid")
         layouts = [name for each in sets for name in LAYOUT_SETS[each]]
@@ -360,7 +360,7 @@ class Options:
             raise BadRequestError(f"--device xla cannot run: {reason}")
 
     def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Carrier, str | None]:
-        """The backend, and why it is not nccl if nobody asked for gloo."""
+        """The backend, with the reason if nccl was not chosen by default."""
         if self.device == "xla":
             if torchrun is not None:
                 raise BadRequestError("--device xla has one process: run it without torchrun")
@@ -394,7 +394,7 @@ class Options:
         return device
 
     def scenarios(self) -> tuple[str, ...]:
-        """Those that were asked for; of all, those that take the model that was."""
+        """The requested scenarios; with --model only those that take any model."""
         if self.scenario != "all":
             return tuple(dict.fromkeys(self.scenario.split(",")))
         any_model = self.model == "tiny"
@@ -420,7 +420,7 @@ def _known(flag: str, name: str, known: Mapping[str, Any]) -> None:
 
 
 def own_model(path: str, seed: int) -> MakeModel:
-    """A function that gives the model again and again.
+    """Return a function that builds the model of --model, after checking it.
 
     The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
     """
@@ -484,7 +484,7 @@ def _problem(param: Tensor) -> str | None:
 
 
 def _compare(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter], path: str) -> None:
-    """Every rank and every layout has to begin alike."""
+    """Check that two calls of the factory give the same initial values."""
     if first.keys() != second.keys():
         raise BadRequestError(
             f"--model {path} gave parameters with other names at its second call: it must "

@@ -1,4 +1,4 @@
-"""Copies of DTensors on ranks outside of their mesh, compared without a group of their own.
+"""Compares copies of DTensors on ranks outside of their mesh, without a process group of their own.
 
 Meshes side by side hold copies: norms along a tensor parallel axis, or a model that is tensor
 parallel on some ranks and again on others. No process group has just those ranks. So every rank
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class OutsideCopies:
-    """The DTensors of this rank whose meshes leave out some of the ranks; others are not kept."""
+    """This rank's DTensors whose meshes leave out some ranks."""
 
     def __init__(self, tensors: Iterable[tuple[Kind, str, Tensor]], ranks: RankGroup) -> None:
         self._ranks = ranks
@@ -64,7 +64,7 @@ class OutsideCopies:
         return bool(self._kinds)
 
     def drifts(self) -> list[Drift]:
-        """Where copies differ; the same on every rank. Collective, and the host waits."""
+        """Differences between copies, equal on every rank; collective, and the host waits."""
         sums = {key: checksums([p.local for p in parts]) for key, parts in self._kinds.items()}
         own = [value for key, numbers in sums.items() for value in (key, int(checksum(numbers)))]
         self._device = next(iter(self._kinds.values()))[0].local.device
@@ -105,7 +105,7 @@ class OutsideCopies:
     def _drift(
         self, entry: Sequence[Any], places: Sequence[int], part: Tensor | None
     ) -> list[Drift]:
-        """Of one DTensor: every rank gets the parts of those that hold it."""
+        """Differences of one DTensor; every rank receives all copies of its parts."""
         kind, name, dtype_name, shape, _ = entry
         dtype: torch.dtype = getattr(torch, dtype_name)
         mine = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -124,7 +124,7 @@ class OutsideCopies:
 
 
 def _place(tensor: DTensor) -> str:
-    """How it is cut, and which of the parts is here: the same for copies."""
+    """How a DTensor is sharded and which shard this rank holds; equal for copies."""
     mesh, placements = tensor.device_mesh, tensor.placements
     pairs = zip(place_here(mesh), placements, strict=True)
     cut = [at for at, placement in pairs if not placement.is_replicate()]

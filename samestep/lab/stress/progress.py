@@ -1,4 +1,4 @@
-"""What a run knows of its cases, also after its process is gone, for `--continue` to go on with.
+"""Stores the finished cases of a run in a file, from which `--continue` resumes.
 
 The first line of `progress.jsonl` has all that was known when its last stretch began; a line is
 added whenever a case ends. One that was cut short is the last, and counts for nothing. The file
@@ -39,7 +39,7 @@ Key = tuple[str, str]  # scenario and layout: they name a case of a run
 
 @dataclass
 class Progress:
-    """The cases that have ended, and the stretches that it took.
+    """The finished cases of a run, and the stretches in which it ran.
 
     asked, ran: these parts of the receipt.
     on_disk: whether others may go on with it.
@@ -57,7 +57,7 @@ class Progress:
     _file: FileIO | None = None
 
     def left(self, alike: Sequence[Case]) -> list[Case]:
-        """The cases of a scenario that have to run.
+        """Cases of a scenario that have not finished.
 
         If some have ended before, the one that others are compared with runs again.
         """
@@ -78,7 +78,7 @@ class Progress:
         )
 
     def add(self, entry: Entry, presence: Presence, seconds: float) -> None:
-        """A case has ended, so many seconds after its stretch began."""
+        """Record a finished case, with the seconds since its stretch began."""
         before = self.entries.get(key(entry))
         if before is not None and entry["samples"] == before["samples"]:
             return
@@ -94,7 +94,7 @@ class Progress:
             self._write({"seconds": seconds})
 
     def remove(self) -> None:
-        """The receipt has it all."""
+        """Delete the file, because the receipt has all of it."""
         if self._file is not None:
             (self.folder / FILE).unlink(missing_ok=True)
 
@@ -104,7 +104,7 @@ class Progress:
             self._file = None
 
     def open(self) -> FileIO:
-        """Have a file with all that is known; raise BadRequestError if another run has it."""
+        """Write the file with all finished cases; raise BadRequestError if another run uses it."""
         path = self.folder / FILE
         with suppress(FileNotFoundError):
             _lock(FileIO(path), path).close()
@@ -122,7 +122,7 @@ class Progress:
         return self._file
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """Add a line, whole or not at all."""
+        """Append one whole line, or nothing."""
         file = self._file or self.open()
         line, end = _line(record), file.seek(0, os.SEEK_END)
         try:
@@ -150,7 +150,7 @@ def key(case: Case | Entry) -> Key:
 
 
 def go_on(now: Progress, say: Callable[[str], None]) -> Progress:
-    """The run of the same request that the folder has, if it has one.
+    """Load the unfinished run of the same request from the folder, if there is one.
 
     Raises:
         BadRequestError: If it has an unfinished one that differs.
@@ -176,7 +176,7 @@ def go_on(now: Progress, say: Callable[[str], None]) -> Progress:
 
 
 def _earlier(folder: Path) -> Progress | None:
-    """What is known of a run that was to leave its receipt there; None: nothing."""
+    """Read the file of an earlier run; None if there is none."""
     path = folder / FILE
     if path.exists():
         try:
@@ -194,7 +194,7 @@ def _earlier(folder: Path) -> Progress | None:
 
 
 def _request(progress: Progress) -> dict[str, Any]:
-    """What has to be the same in all stretches."""
+    """The parts of a request that must agree between stretches of a run."""
     asked, ran = progress.asked, progress.ran
     return {
         **{spelled(name): asked.get(name) for name in ASKED},
@@ -235,7 +235,7 @@ def _of_receipt(folder: Path, receipt: Mapping[str, Any]) -> Progress:
 
 
 def _contradicted(before: Entry, again: Entry) -> Entry:
-    """A case that did not do the same when it ran again."""
+    """A case that ran again with another result."""
     pairs = zip(before["samples"], again["samples"], strict=False)
     common = [new["step"] for old, new in pairs if old != new]
     finding = {
@@ -251,7 +251,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _lock(file: FileIO, path: Path) -> FileIO:
-    """Ours until it is closed, or this process has ended."""
+    """Lock a file until it is closed or this process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""One rank in a case: it trains, saves and goes on, sends samples, and says how it ended."""
+"""Runs one rank of a case: it trains, saves, resumes, sends samples, and reports its end."""
 
 import traceback
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ending:
-    """The ending of a rank's run. `error` is None if it went to its end."""
+    """How a rank's run ended; `error` is None if it finished."""
 
     step: int  # taken
     error: str | None = None
@@ -70,7 +70,7 @@ Message = Sample | Ending
 
 
 def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Sample:
-    """Collective: parameters and their state may be spread over ranks."""
+    """Collect parameters and state of one step; collective, because ranks may hold shards."""
     recorder.stop()  # sampling is no part of the run
     params = training.parameters()
     state = {
@@ -85,7 +85,7 @@ def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Samp
 def begin_alone(
     scenario: Scenario, steps: int, folder: Path, device: torch.device | None = None
 ) -> None:
-    """Take the first steps in this process, with the gradients of all ranks, and save them."""
+    """Take the first steps on one process with the gradients of all ranks, and save them."""
     training = new_training(scenario, LAYOUTS["one_process"], 0, device=device)
     for step in range(steps):
         training.step(step)
@@ -94,7 +94,7 @@ def begin_alone(
 
 @dataclass(frozen=True)
 class Case:
-    """One scenario in one layout."""
+    """A scenario in a layout."""
 
     scenario: str
     layout: str
@@ -106,7 +106,7 @@ class Case:
     also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
 
     def due(self, scenario: Scenario) -> set[int]:
-        """When there are samples: every so many steps, and at the end.
+        """Whether a sample is taken after a step: at fixed intervals and at the end.
 
         Of a closed loop also where it is last held against the reference.
         """
@@ -116,7 +116,7 @@ class Case:
 
 
 class Work(NamedTuple):
-    """A case as its ranks see it. `patch` changes the code under test while it runs.
+    """A case as its ranks run it; `patch` changes the tested code during the run.
 
     folder: where checkpoints are kept, if the scenario has any.
     begun: the steps that `one_process` has taken, and saved there.
@@ -139,21 +139,21 @@ class Work(NamedTuple):
 
 
 class Relay(NamedTuple):
-    """The trainings of one rank, one after the other."""
+    """Successive trainings of one rank, each resuming from the last."""
 
     work: Work
     rank: int
     device: torch.device | None = None
 
     def begin(self, step: int) -> Training:
-        """A new run, or one that goes on where one process has left it before that step."""
+        """Start a training, or resume one that a single process has saved before that step."""
         training = self._new(self.work.layout)
         if step:
             _load(self._path(BEGUN), training)
         return training
 
     def before(self, step: int, training: Training, recorder: FlightRecorder) -> Training:
-        """The training that takes a step: the same as before, or one that has loaded its state."""
+        """The training for a step: the present one, or a new one that has loaded its state."""
         place = self.work.scenario.goes_on(step)
         if place is None or self.work.layout.one_process:
             return training
@@ -171,12 +171,12 @@ class Relay(NamedTuple):
         return new_training(self.work.scenario, layout, self.rank, **options)
 
     def _path(self, name: str) -> Path:
-        """In the first rank's folder: ranks of torchrun have each their own."""
+        """The path of a checkpoint on rank 0: torchrun's ranks have folders of their own."""
         path, group = self.work.folder / name, dist.group.WORLD
         return path if group is None else gather_everywhere(path, group)[0]
 
     def _another_layout(self) -> Layout:
-        """Half the registry away: plain parameters become DTensors, and the other way round.
+        """Another layout to resume in, half the registry away, so that kinds of parameters change.
 
         One that is not in it counts as its last.
         """
@@ -192,7 +192,7 @@ class Relay(NamedTuple):
 
 
 def _load(path: Path, training: Training) -> None:
-    """Into a model of other weights, so that nothing is right by itself."""
+    """Load into a model with other initial weights, so that missing values show."""
     with torch.no_grad():
         for param in training.model.parameters():
             param.add_(1.0)
@@ -206,7 +206,7 @@ def run_rank(
     device: torch.device | None = None,
     note: Callable[[str], None] = lambda operation: None,
 ) -> None:
-    """Train, and send a sample whenever one is due, then an ending. `note` hears every launch."""
+    """Train, send samples and finally the ending; `note` receives every launch."""
     step = 0
     error: Exception | None = None
     training: Training | None = None
@@ -252,6 +252,6 @@ def _described(error: Exception) -> str:
 
 
 def _churn(record: Record, device: torch.device | None) -> None:
-    """Take memory of the sizes that are in flight, fill it with garbage, and give it back."""
+    """Allocate memory of the sizes in flight, fill it with garbage, and free it."""
     for parts in (1, 2, len(record.ranks)):
         torch.full((record.elements // parts + 1,), float("nan"), device=device)

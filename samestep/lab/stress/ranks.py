@@ -1,4 +1,4 @@
-"""Running cases on ranks: forked here, started by torchrun, or devices of one XLA program."""
+"""Runs cases on forked ranks, on ranks of torchrun, or on the devices of one XLA program."""
 
 import atexit
 import io
@@ -42,7 +42,7 @@ WITHOUT_ENDING = ("had not finished", "was still running", *CRASHED)
 
 
 class Note:
-    """A line of text that a forked rank writes and this process reads, whatever becomes of it."""
+    """A line of text that a forked rank writes and this process reads, even if the rank dies."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 512)
@@ -52,12 +52,12 @@ class Note:
         self._memory[: len(line) + 1] = line + b"\n"
 
     def read(self) -> str:
-        """The last text; "" if there was none."""
+        """Return the last text; "" if there was none."""
         return self._memory[:].split(b"\n")[0].decode(errors="replace").strip("\0")
 
 
 class Mailbox:
-    """One pipe per rank, emptied by a thread, so that no rank ever waits for this process.
+    """One pipe per rank, read by a thread, so that no rank waits for this process.
 
     `on_sample` gets the samples of all ranks after the same step, `on_end` the endings of all ranks
     if none has an error: work after work, called in that thread.
@@ -77,7 +77,7 @@ class Mailbox:
         self._reader = threading.Thread(target=self._read, daemon=True)
 
     def sender(self, rank: int, place: int) -> Callable[[Message], None]:
-        """What the rank sends with while it does the work at that place of its list."""
+        """The function by which a rank sends its samples of one piece of work."""
 
         def send(message: Message) -> None:
             file = io.BytesIO()  # as bytes: tensors would travel as file descriptors
@@ -140,7 +140,7 @@ class Mailbox:
 
 
 class ForkedRanks:
-    """Processes of this machine. They do all they are given, unless a case fails: then new ones.
+    """Forked processes that run cases until one fails, and are then replaced.
 
     As those of torchrun they run cases one after the other, and tell how each rank ended in each;
     `aside` is what one process computes beside them, given their device.
@@ -159,7 +159,7 @@ class ForkedRanks:
         self._backend = NCCL if backend == "nccl" else backend
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
-        """Run cases; whatever ranks do, they are gone afterwards, and no case is left out."""
+        """Run all cases, and end all processes afterwards."""
         for alone, alike in groupby(works, key=lambda work: work.layout.one_process):
             batch = list(alike)
             while batch:
@@ -167,13 +167,13 @@ class ForkedRanks:
                 batch = batch[ended:]
 
     def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
-        """Here, or in a process of its own: one that used autograd cannot fork ranks with a GPU."""
+        """Run a function here, or in a forked process where autograd would prevent later forks."""
         if not self._on_gpu:
             return compute(None)
         return in_own_process(compute, torch.device("cuda", 0))
 
     def _take_part(self, rank: int, works: Sequence[Work], mailbox: Mailbox) -> None:
-        """Be a rank in all cases, one after the other."""
+        """Run all cases as one rank, one after the other."""
         device = shared_gpu(rank) if self._on_gpu else None
         for place, work in enumerate(works):
             mailbox.notes[rank].write("")
@@ -183,7 +183,7 @@ class ForkedRanks:
     def _run_batch(
         self, works: Sequence[Work], world: int, on_sample: OnSample, on_end: OnEnd
     ) -> int:
-        """How many have ended, one way or the other: all, or those up to the first that failed."""
+        """Run cases up to the first that fails, and return how many have ended."""
         start = time.monotonic()
         with Mailbox(world, on_sample, on_end) as mailbox:
 
@@ -217,20 +217,20 @@ class ForkedRanks:
 def in_own_process(
     compute: Callable[[torch.device | None], Result], device: torch.device | None
 ) -> Result:
-    """The job of a forked process."""
+    """Run a function in a forked process."""
     found: Result = run_forked(1, lambda _: compute(device), timeout=600.0)[0]
     return found
 
 
 def shared_gpu(rank: int) -> torch.device:
-    """A GPU for this process, which others may use as well."""
+    """A GPU for this process, which other ranks may use too."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
 def _without_ending(report: str, step: int, note: Note, rank: int) -> Ending:
-    """What is known of a rank that could not say how it ended."""
+    """Describe a rank that ended without a report."""
     kind = "hang" if report.startswith(WITHOUT_ENDING) else "error"
     if report.startswith(CRASHED):
         report = f"died in a collective that other ranks did not launch alike\n{report}"
@@ -241,7 +241,7 @@ def _without_ending(report: str, step: int, note: Note, rank: int) -> Ending:
 
 
 class TorchrunRanks:
-    """The ranks that torchrun has started; samples are gathered on rank 0 as they come.
+    """The ranks that torchrun started; rank 0 gathers samples as they come.
 
     Between cases there is no process group, so that one process can compute alone.
     """
@@ -260,7 +260,7 @@ class TorchrunRanks:
         self.broken = False  # a case has failed, and none can follow
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
-        """Run cases up to the first that fails; only rank 0 hears of all samples and endings."""
+        """Run cases up to the first that fails; only rank 0 receives samples and endings."""
         for work in works:
             endings = self._run_one(work, on_sample)
             on_end(endings)
@@ -290,7 +290,7 @@ class TorchrunRanks:
         return endings
 
     def _meet(self) -> None:
-        """Wait for all ranks, which may have computed alone for long; then make a group."""
+        """Wait for all ranks, which may compute alone for long, and make a process group."""
         self._cases += 1
         store = dist.PrefixStore(f"samestep_stress_{self._cases}", self._store)
         store.set(f"here_{self._rank}", "")
@@ -325,7 +325,7 @@ Ranks = ForkedRanks | TorchrunRanks
 
 
 class Pulse:
-    """Every rank's sign of life, so that one that computes for long is told from one that is gone.
+    """Heartbeats of every rank, which tell a rank that computes for long from one that is gone.
 
     A rank is gone if it has given none for `patience` seconds.
     """
@@ -349,7 +349,7 @@ class Pulse:
         self._thread.join(1.0)
 
     def wait_for(self, store: dist.Store, keys: Sequence[str]) -> None:
-        """Wait until every rank has set its key; raise as soon as one that has not is gone."""
+        """Wait until every rank has set its key; raise as soon as a missing rank is gone."""
         heard = {rank: (0, time.monotonic()) for rank in range(len(keys))}
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             for rank in missing:
@@ -369,12 +369,12 @@ COMPILES = 1800.0  # seconds: every kind of step is compiled once, the slowest i
 
 
 class XlaDevices(ForkedRanks):
-    """A process for every case, so that none finds the programs of another one compiled."""
+    """One process for every case, so that no case reuses compiled programs of another."""
 
     least_limit, processes = COMPILES, 1
 
     def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
-        """In a process of its own: autograd that has run here knows no devices of XLA in forks."""
+        """Run a function in a forked process, because autograd here breaks XLA in later forks."""
         return in_own_process(compute, None)
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
@@ -389,13 +389,13 @@ class XlaDevices(ForkedRanks):
 
 
 def _send_all(senders: Sequence[Callable[[Message], None]], message: Message) -> None:
-    """As if every device had told of itself."""
+    """Send the samples of all devices, one for each."""
     for place, send in enumerate(senders):
         send(message if isinstance(message, Ending) else _of_device(message, place))
 
 
 def _of_device(sample: Sample, place: int) -> Sample:
-    """What one device sees, of tensors (devices, ...)."""
+    """The values on one device, from tensors of shape (devices, ...)."""
 
     def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: tensor[place].clone() for key, tensor in tensors.items()}

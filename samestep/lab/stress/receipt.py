@@ -1,4 +1,4 @@
-"""The record of a run: what was asked, what ran, of which code, what was measured, the verdict."""
+"""Builds and checks the receipt of a run: request, code, measurements and verdict."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def receipt(
     *,
     interrupted: bool,
 ) -> dict[str, Any]:
-    """Everything, for JSON; `receipt.schema.json` describes it. `cases` are from `case_entry`."""
+    """The receipt as JSON by `receipt.schema.json`; `cases` come from `case_entry`."""
     failed = any(case["status"] == "failed" for case in cases)
     failed = failed or any(not result.caught for result in mutants)
     names = dict.fromkeys(case["scenario"] for case in cases)
@@ -111,7 +111,7 @@ def _distance(distance: Distance | None) -> dict[str, Any] | None:
 
 
 def _number(value: float | None) -> float | str | None:
-    """JSON has no infinity."""
+    """A number for JSON, which has no infinity."""
     return "infinite" if value is not None and math.isinf(value) else value
 
 
@@ -138,7 +138,7 @@ def _mutant(result: MutantResult) -> dict[str, Any]:
 
 
 def check_receipt(receipt: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the place of the first problem, unless it is a whole receipt."""
+    """Raise ValueError with the place of the first problem if a receipt is invalid."""
     error = next(_validator().iter_errors(receipt), None)
     if error is not None:
         raise ValueError(_at(error.absolute_path, _in_words(error)))
@@ -148,7 +148,7 @@ def check_receipt(receipt: Mapping[str, Any]) -> None:
 
 @cache
 def _validator() -> Validator:
-    """Numbers are finite, as in JSON; a tuple is an array, since it is written as one."""
+    """A validator of the schema, in which numbers are finite and tuples are arrays."""
     schema = json.loads(files("samestep.lab.stress").joinpath("receipt.schema.json").read_bytes())
     types = Draft202012Validator.TYPE_CHECKER.redefine_many(
         {
@@ -166,7 +166,7 @@ def _is_number(value: object) -> bool:
 
 
 def _contradictions(receipt: Mapping[str, Any]) -> Iterator[str]:
-    """What the form allows and no run can have left."""
+    """Problems that the schema allows and no run can produce."""
     world = receipt["ran"]["world_size"]
     for name, scenario in receipt["scenarios"].items():
         place = ["scenarios", name, "presence"]
@@ -190,7 +190,7 @@ def _contradictions(receipt: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _at(path: Any, problem: str) -> str:
-    """A place like cases[3].samples[0].step, and what is wrong there."""
+    """A message with a place such as cases[3].samples[0].step."""
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return f"{place.removeprefix('.') or 'the receipt'}: {problem}"
 

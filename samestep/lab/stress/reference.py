@@ -1,4 +1,4 @@
-"""The reference: one process in float64, written from the formulas.
+"""The reference optimizer: one process in float64, written from the formulas.
 
 The harness judges optimizers by this file, so it imports nothing of theirs: constants are retyped
 from the publications, a polynomial of a matrix is taken through its singular values, and every
@@ -128,7 +128,7 @@ class Reference:
         self.groups.append(own)
 
     def set_param(self, name: str, value: Tensor) -> None:
-        """Edit a parameter from outside; its state stays."""
+        """Set the value of a parameter; its state stays."""
         refuse_other_shape(name, self._param(name), value)
         self.params[name] = in_float64(value)
 
@@ -139,7 +139,7 @@ class Reference:
         divisor: float,
         max_grad_norm: float | Mapping[str, float] | None = None,
     ) -> bool:
-        """Make one step; False: the norm was not finite, and nothing has changed.
+        """Take one step; returns False, with nothing changed, if the norm is not finite.
 
         grads[name][rank] is that rank's accumulated gradient, None where it has none. A parameter
         that no rank has a gradient for is untouched; else the gradient is sum over ranks / divisor.
@@ -192,7 +192,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def refuse_other_shape(name: str, param: Tensor, other: Tensor) -> None:
-    """Raise rather than broadcast."""
+    """Raise if two shapes differ, instead of broadcasting."""
     if other.shape != param.shape:
         raise ValueError(
             f"parameter {name!r} has shape {tuple(param.shape)}, got {tuple(other.shape)}"
@@ -214,7 +214,7 @@ def average(
 
 
 def initial_state(name: str, param: Tensor, group: Options) -> State:
-    """Zeros. The variance is 1-D, block after block; with a number per element, as the param."""
+    """State of zeros; the variance of Muon is 1-D, block after block."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64)
@@ -288,7 +288,7 @@ def muon(name: str, param: Tensor, grad: Tensor, state: State, options: Options)
 
 
 def adamuon(name: str, param: Tensor, grad: Tensor, state: State, options: Options) -> Updated:
-    """Of each block:  u = orthogonalized sign(m);  v <- b2 v + (1 - b2) u^2.
+    """AdaMuon per block: u = orthogonalized sign(m); v <- b2 v + (1 - b2) u^2.
 
     u / (sqrt(v) + eps) is brought to the norm sqrt(min(rows, cols)), and is then a direction like
     Muon's. Second moments lie block after block.
@@ -362,7 +362,7 @@ def rows_of(split: Sequence[int] | str | None, rows: int) -> list[list[int]]:
 
 
 def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | str | None:
-    """The options of one parameter: the group's, or those of the one pattern that fits."""
+    """The split sizes of one parameter: of its group, or of the one pattern that matches."""
     patterns = split_sizes if isinstance(split_sizes, Mapping) else {name: split_sizes}
     found = [sizes for key, sizes in patterns.items() if name == key or fnmatchcase(name, key)]
     if len(found) > 1:
@@ -415,7 +415,7 @@ def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
 
 
 def started(matrix: Tensor, start: str) -> Tensor:
-    """A block of norm N, scaled so that its largest singular value is at most N another way.
+    """A block scaled by a bound of its largest singular value, by the method `ns_start`.
 
     gram: by N^2 over the least of two bounds of the largest eigenvalue of X X^T, X the block or its
     transpose, whichever is wide: the largest sum of sizes in a row, and its norm.
@@ -433,7 +433,7 @@ def started(matrix: Tensor, start: str) -> Tensor:
 
 
 def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
-    """One (a, b, c) per step: a long table is cut, of a short one the last is repeated.
+    """One (a, b, c) per step: a long table is cut, the last entry of a short one repeated.
 
     Without a number of steps as many as the table has; of a single triple five.
     """
@@ -446,14 +446,14 @@ def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
 
 
 def variance_counts(blocks: Sequence[tuple[Tensor, list[int]]], options: Options) -> list[int]:
-    """The variance of each block: per row if it is not wide, or if asked for, else per column."""
+    """The number of variances of each block: one per row, or per column if it is wide."""
     if options["variance_axis"] == "rows":
         return [len(rows) for _, rows in blocks]
     return [max(len(rows), matrix.shape[1]) for matrix, rows in blocks]
 
 
 def reduce_variance_(update: Tensor, variance: Tensor, options: Options) -> Tensor:
-    """The update, its rows (tall) or columns (wide) evened out; `variance` moves on in place.
+    """Normalize the update by the variance of its rows or columns; updates `variance` in place.
 
     v = mean(u^2) of each;  s <- b2 s + (1 - b2) v
     r = 1 / sqrt(max(s, eps)) or 1 / (sqrt(s) + eps);  u <- u r ||u|| / max(||u r||, eps)

@@ -54,7 +54,7 @@ def sequence_parts_not_added() -> list[Any]:
 
 
 def _copies_are_whole(*, when_shared: bool) -> Any:
-    """Of norms on the stream (they share the sequence), or of those on heads alone."""
+    """Whether norms on the residual stream, or on heads, count as whole on every rank."""
 
     def styles(original: Any, model: nn.Module, plan: Any, mesh: Any) -> Any:
         on_stream = {name for name, _ in plan.named(model, "on_stream")}

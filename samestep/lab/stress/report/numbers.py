@@ -1,4 +1,4 @@
-"""The differences that a receipt of the harness has, and the largest of them."""
+"""The largest differences in a receipt of the harness."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ STATUSES = {
 
 
 class Worst(NamedTuple):
-    """The largest of some distances."""
+    """The largest of several distances."""
 
     distance: float
     family: str
@@ -28,12 +28,12 @@ class Worst(NamedTuple):
 
 
 def number(distance: float | str) -> float:
-    """A distance of the receipt, where JSON has no word for infinity."""
+    """A distance from a receipt, in which infinity is text."""
     return math.inf if distance == "infinite" else float(distance)
 
 
 def between_replicas(sample: Sample) -> dict[str, float]:
-    """The distance between ranks, per family that there is."""
+    """Distances between ranks, by family."""
     found = {family: sample[f"max_{family}_abs_diff"] for family in FAMILIES[:-1]}
     return _distances({**found, "state": sample["max_abs_state_diff"]})
 
@@ -53,7 +53,7 @@ def _distances(of_families: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def distances(cases: Iterable[Case], pick: Pick) -> Iterator[Worst]:
-    """All of one sort, with family and step."""
+    """All distances of one kind, with family and step."""
     for case in cases:
         for sample in case["samples"]:
             for family, distance in pick(sample).items():
@@ -61,13 +61,13 @@ def distances(cases: Iterable[Case], pick: Pick) -> Iterator[Worst]:
 
 
 def worst(cases: Iterable[Case], pick: Pick, family: str | None = None) -> Worst | None:
-    """The largest of one sort, or of one family of it; None: nothing was compared."""
+    """The largest distance of one kind, or of one family; None if nothing was compared."""
     found = (each for each in distances(cases, pick) if family in (None, each.family))
     return max(found, key=lambda each: each.distance, default=None)
 
 
 def worst_to_reference(cases: Iterable[Case], limits: Mapping[str, float]) -> Worst | None:
-    """The one that is the largest share of its limit; None: nothing was compared."""
+    """The distance closest to its limit; None if nothing was compared."""
     found = distances(cases, to_reference)
     return max(found, key=lambda each: each.distance / limits[each.family], default=None)
 

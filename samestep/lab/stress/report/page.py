@@ -1,4 +1,4 @@
-"""The page: the verdict in one sentence, the numbers behind it, and a section for each scenario.
+"""Renders the report: a verdict, the numbers behind it, and a section for each scenario.
 
 What only templates read are namespaces, whose fields are named where they are made.
 """
@@ -34,7 +34,7 @@ LOOPS = {
 
 
 def render(receipt: Receipt) -> str:
-    """One page of HTML that loads nothing; `receipt` has passed `check_receipt`."""
+    """Render a receipt that passed `check_receipt` as one HTML page without external files."""
     environment = templates("samestep.lab.stress.report", trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"duration": duration, "size": size, "counted": count}
     return environment.get_template("report.html.jinja").render(
@@ -54,7 +54,7 @@ def render(receipt: Receipt) -> str:
 
 
 def _section(receipt: Receipt, name: str) -> dict[str, Any]:
-    """The part of the page about a scenario."""
+    """The section of one scenario."""
     scenario = receipt["scenarios"][name]
     cases = [case for case in receipt["cases"] if case["scenario"] == name]
     by_status = Counter(case["status"] for case in cases)
@@ -80,7 +80,7 @@ def _section(receipt: Receipt, name: str) -> dict[str, Any]:
 
 
 class Tile(NamedTuple):
-    """A number with its name, and what is to be known about it.
+    """A number with its name and an explanation.
 
     tone: good, flag, bad or plain.
     """
@@ -92,7 +92,7 @@ class Tile(NamedTuple):
 
 
 def summary(receipt: Receipt) -> SimpleNamespace:
-    """`headline: rest.` is the verdict's sentence."""
+    """The verdict as a sentence; its headline ends at the colon."""
     verdict = receipt["verdict"]
     headline, rest = _sentence(receipt)
     told = {"headline": headline, "rest": "; ".join(rest), "tiles": _tiles(receipt)}
@@ -123,7 +123,7 @@ def _sentence(receipt: Receipt) -> tuple[str, list[str]]:
 
 
 def _passed(cases: Sequence[Case]) -> str:
-    """The ending of cases of which none failed, in words."""
+    """Describe a run in which no case failed."""
     cases = _applying(cases)
     if not cases:
         return "no scenario applies to the layout"
@@ -138,7 +138,7 @@ def _passed(cases: Sequence[Case]) -> str:
 
 
 def _applying(cases: Sequence[Case]) -> list[Case]:
-    """The cases that make sense in their layout, and were run."""
+    """Cases that apply to their layout and were run."""
     return [case for case in cases if case["status"] != "does_not_apply"]
 
 
@@ -202,7 +202,7 @@ def _tiles(receipt: Receipt) -> list[Tile]:
 
 
 def _zero_tile(name: str, found: Worst, note: str, nonzero: str) -> Tile:
-    """The tile of a distance that is to be zero; its tone is `nonzero` if it is not."""
+    """The tile of a distance that should be zero; its tone is `nonzero` if it is not."""
     if found.distance == 0:
         return Tile(name, "0", note, "good")
     return Tile(name, short(found.distance), f"{found.family}, step {found.step:,}", nonzero)
@@ -212,7 +212,7 @@ def _zero_tile(name: str, found: Worst, note: str, nonzero: str) -> Tile:
 
 
 def matrix(receipt: Receipt) -> dict[str, Any]:
-    """One row per scenario, in it a list per layout; `counts`: cases by status, if there are any.
+    """A row for each scenario with a cell for each layout; `counts` has cases by status.
 
     `is_dense`: there are so many layouts that a page has room for little about each.
     """
@@ -237,7 +237,7 @@ def anchor(scenario: str) -> str:
 
 
 def cell(case: Case, limits: Mapping[str, float]) -> SimpleNamespace:
-    """One case: its status, numbers for a reader, and all in a tip."""
+    """One case: its status, its main numbers, and all numbers in a tooltip."""
     numbers, tip = [], [f"{case['scenario']} in {case['layout']}: {STATUSES[case['status']][1]}"]
     for name, pick in (("ranks", between_replicas), ("layouts", to_first_layout)):
         if (apart := worst([case], pick)) is not None:
@@ -268,7 +268,7 @@ Operation = tuple[str, str, int, str]  # kind, name, elements, dtype
 
 
 def failure(case: Case) -> dict[str, Any]:
-    """A case that failed, or was interrupted, and the last operations of its ranks.
+    """A failed or interrupted case, with the last operations of its ranks.
 
     parts_at, parting: the first operation that ranks do not share, and what is told of it.
     """
@@ -286,7 +286,7 @@ def failure(case: Case) -> dict[str, Any]:
 
 
 def positions(of_ranks: Mapping[str, str]) -> list[SimpleNamespace]:
-    """The place of each rank, in their order; those in another operation than most are odd."""
+    """The operation of each rank; those that differ from most are marked."""
     [(usual, times)] = Counter(of_ranks.values()).most_common(1) or [("", 0)]
     told = times > 1  # of two ranks in two operations none is the odd one
     return [
@@ -296,7 +296,7 @@ def positions(of_ranks: Mapping[str, str]) -> list[SimpleNamespace]:
 
 
 def parting(dumps: Mapping[str, Dump]) -> tuple[int, str] | None:
-    """The first operation that ranks do not share, and which rank launched what there.
+    """The first operation in which ranks differ, and what each launched there.
 
     None if all have launched the same, as far as their last operations reach.
     """
@@ -340,7 +340,7 @@ MOST_ROWS = 12  # with more parameters than that, equal rows are shown once
 
 
 def heat_map(presence: Mapping[str, Any], world: int) -> SimpleNamespace | None:
-    """Rows, what their shades mean, and numbers of steps with their places; None: nothing known."""
+    """A map of which ranks had gradients, by parameter and step; None if unknown."""
     named = list(zip(presence["params"], presence["ranks_with_gradient"], strict=True))
     steps = max((len(row) for _, row in named), default=0)
     if not steps:
@@ -358,7 +358,7 @@ def heat_map(presence: Mapping[str, Any], world: int) -> SimpleNamespace | None:
 
 
 def level(ranks: int, world: int, path: str = "") -> SimpleNamespace:
-    """Cells with the same number of ranks, as a path; style: none, some or all."""
+    """The cells with a given number of ranks as one SVG path; style: none, some or all."""
     label = "no rank" if ranks == 0 else f"all {world}" if ranks == world else f"{ranks} of {world}"
     style = "none" if ranks == 0 else "all" if ranks == world else "some"
     # What some ranks have stays clearly apart from what none and what all have.
@@ -367,13 +367,13 @@ def level(ranks: int, world: int, path: str = "") -> SimpleNamespace:
 
 
 def cells(values: Sequence[int], ranks: int) -> str:
-    """A path around the cells that have this number of ranks."""
+    """An SVG path around the cells with this number of ranks."""
     box = f"h{CELL - 1}v{ROW - 2}h-{CELL - 1}z"
     return "".join(f"M{step * CELL} 1{box}" for step, value in enumerate(values) if value == ranks)
 
 
 def _heat_row(names: Sequence[str], values: list[int], world: int) -> SimpleNamespace:
-    """Parameters with the same presence; `values` are ranks per step."""
+    """Parameters with equal presence; `values` are numbers of ranks per step."""
     levels = [level(ranks, world, cells(values, ranks)) for ranks in sorted(set(values))]
     everyone, nobody = values.count(world), values.count(0)
     some = len(values) - everyone - nobody
@@ -393,7 +393,7 @@ COLOURS = 6
 
 
 def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
-    """One row per case, with bars; (colour, kind) as legend; None if there is no collective."""
+    """Bars of collectives and bytes per case, with a legend; None if there are none."""
     found = {kind for case in cases for kind in case["collectives"]}
     kinds = [kind for kind in KINDS if kind in found] + sorted(found.difference(KINDS))
     if not kinds:
@@ -408,14 +408,14 @@ def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
 
 
 def colour_of(kind: str) -> int:
-    """The legend of the whole page."""
+    """The colours of the page by kind of collective."""
     return KINDS.index(kind) if kind in KINDS else COLOURS - 1
 
 
 def _bars(
     cases: Sequence[Case], kinds: Sequence[str], key: str, text: Callable[[float], str]
 ) -> list[SimpleNamespace]:
-    """The bars of one quantity per step for each case, in percent of the longest, by kind."""
+    """Bars of one quantity per step and case, in percent of the longest."""
     amounts = [
         {
             kind: case["collectives"][kind][key] / max(1, case["steps_taken"])

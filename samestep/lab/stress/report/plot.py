@@ -1,4 +1,4 @@
-"""The differences of a scenario over its steps: one panel per family, on a logarithmic axis.
+"""Plots the differences of a scenario over its steps, one panel per family, on a log scale.
 
 From top to bottom a panel has a band for the infinite (if there is any), the axis, and a band for
 zero, where no logarithm reaches.
@@ -33,7 +33,7 @@ TITLES = {
 
 
 class Scale(NamedTuple):
-    """From steps and distances to places in a panel. `low` and `high` are powers of ten."""
+    """Maps steps and distances to places in a panel; `low` and `high` are powers of ten."""
 
     low: int
     high: int
@@ -46,14 +46,14 @@ class Scale(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """The end of the scale, where the band for zero begins."""
+        """The lower end of the scale, below which zeros are drawn."""
         return HEIGHT - BOTTOM - ZERO_BAND
 
     def x(self, step: int) -> float:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * step / self.last_step, 1)
 
     def y(self, distance: float, row: int = 0) -> float:
-        """The place of a distance; zeros may be told apart by their row, -1, 0 or 1."""
+        """The height of a distance; zeros may be drawn in rows -1, 0 or 1."""
         if distance == 0:
             return self.bottom + ZERO_BAND / 2 + row * ZERO_BAND / 4
         if math.isinf(distance):
@@ -68,7 +68,7 @@ class Scale(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A sample on a line."""
+    """A sample on a curve."""
 
     x: float
     y: float
@@ -105,7 +105,7 @@ def plot(cases: Sequence[Case], limits: Mapping[str, float]) -> SimpleNamespace 
 
 
 def scale_for(cases: Iterable[Case], limits: Mapping[str, float]) -> Scale:
-    """One that all distances and limits fit into, with whole powers of ten at its ends."""
+    """A scale with whole powers of ten that holds all distances and limits."""
     distances = [d for of_families in _all_distances(cases) for d in of_families.values()]
     drawn = [d for d in distances if 0 < d < math.inf] + list(limits.values())
     return Scale(
@@ -117,7 +117,7 @@ def scale_for(cases: Iterable[Case], limits: Mapping[str, float]) -> Scale:
 
 
 def alike(cases: Iterable[Case]) -> list[list[Case]]:
-    """Cases whose distances to the reference are all the same are drawn as one line."""
+    """Group cases with equal distances to the reference, which are drawn as one line."""
     groups: dict[object, list[Case]] = {}
     for case in cases:
         key = tuple((s["step"], *to_reference(s).items()) for s in case["samples"])
@@ -133,7 +133,7 @@ def _all_distances(cases: Iterable[Case]) -> list[Mapping[str, float]]:
 def _panel(
     family: str, cases: Sequence[Case], groups: list[list[Case]], limit: float, scale: Scale
 ) -> SimpleNamespace:
-    """One family's lines, and the samples at which a difference was zero, as it should be."""
+    """The panel of one family: its lines, and markers where a difference was zero."""
     colours = {id(case): n % COLOURS for n, group in enumerate(groups) for case in group}
     lines, zeros = [], []
     for group in groups:
@@ -168,7 +168,7 @@ def _panel(
 
 
 def _line(style: str, colour: int, dots: list[Dot]) -> SimpleNamespace:
-    """One distance over steps; style: reference, layouts or replicas."""
+    """The line of one distance; style: reference, layouts or replicas."""
     points = " ".join(f"{dot.x:g},{dot.y:g}" for dot in dots)
     return SimpleNamespace(style=style, colour=colour, dots=dots, points=points)
 
@@ -183,13 +183,13 @@ def _dots(case: Case, family: str, pick: Pick, words: str, scale: Scale, row: in
 
 
 def _from_last_zero(dots: list[Dot], zero: float) -> list[Dot]:
-    """Without the zeros that lead, but for the last of them: where the line leaves zero."""
+    """Drop leading zeros except the last, where the line begins."""
     first = next(place for place, dot in enumerate(dots) if dot.y != zero)
     return dots[max(0, first - 1) :]
 
 
 def _description(family: str, cases: Iterable[Case], limit: float) -> str:
-    """The panel for who cannot see it."""
+    """A text description of the panel for screen readers."""
     told = []
     for words, pick in (
         ("from the reference", to_reference),

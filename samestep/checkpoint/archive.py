@@ -1,4 +1,4 @@
-"""Files of torch.save, read without torch.load: tensors are views of the file, and nothing is run.
+"""Reads files of torch.save without torch.load: tensors are views of the file, no code runs.
 
 Such a file is a zip without compression: data.pkl, which says what tensors there are, and data/0,
 data/1, ... with their bytes. Sizes, offsets and strides that data.pkl claims are compared with the
@@ -27,7 +27,7 @@ from samestep.checkpoint.storage import DTYPES
 
 
 class Shell:
-    """Stands for an object of a package: what it was made with, and the state that it had."""
+    """Stands for an object of another class: its arguments and its state."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -40,7 +40,7 @@ def fill_shell(shell: Shell, state: Any) -> None:
 
 
 def read_archive(data: memoryview, shells: Iterable[str] = ()) -> Any:
-    """The object that was saved; `shells` are full names of classes that become shells.
+    """Read the saved object; classes named in `shells` become Shell objects.
 
     Raises:
         PickleError: It asks for more than tensors and plain values, or claims what is not there.
@@ -54,7 +54,7 @@ def read_archive(data: memoryview, shells: Iterable[str] = ()) -> Any:
 
 
 class _Window(io.RawIOBase):
-    """A file on a range of memory, for zipfile."""
+    """A file object over a memory range, for zipfile."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -94,7 +94,7 @@ class _StorageClass(NamedTuple):
 
 
 class _Archive:
-    """The records of the zip."""
+    """The entries of the zip file."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -112,7 +112,7 @@ class _Archive:
         self._known: dict[str, Tensor] = {}
 
     def _record(self, name: str) -> memoryview:
-        """The bytes of an entry, which are in the file as they are."""
+        """The bytes of an entry, which torch.save stores uncompressed."""
         info = self._records.get(self._root + name)
         if info is None:
             raise PickleError(f"it refers to {name}, which is not in it")
@@ -150,13 +150,13 @@ class _Archive:
 
 
 def _ignore(_: Any, __: Any) -> None:
-    """Attributes of a dict or a tensor, such as the versions of a state dict."""
+    """Ignore attributes of a dict or tensor, such as versions of a state dict."""
 
 
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, _: Any = None, __: Any = None, *rest: Any
 ) -> Tensor:
-    """A view of a storage; with a dtype of its own where no class of storages has it."""
+    """Rebuild a tensor as a view of its storage; `dtype` where the storage is untyped."""
     if rest and isinstance(rest[0], torch.dtype):
         dtype, rest = rest[0], rest[1:]
     else:
@@ -183,7 +183,7 @@ def _tensor(
 
 
 def _of_type(make: Any, _: Any, arguments: Any, __: Any = None) -> Any:
-    """A tensor of a class, as a plain one."""
+    """Rebuild a tensor of a subclass as a plain tensor."""
     if type(make) is not Maker or make.make is not _tensor:
         raise PickleError("it builds a tensor by an unknown function")
     return make.make(*arguments)
@@ -196,21 +196,21 @@ def _parameter(data: Any, *_: Any) -> Tensor:
 
 
 def _of_device(data: Any, dtype: Any, *_: Any) -> Tensor:
-    """A tensor of a device that has no storage of its own, such as XLA's."""
+    """Rebuild a tensor that was saved from a device without storages, such as XLA."""
     if not isinstance(data, Tensor) or type(dtype) is not torch.dtype:
         raise PickleError("it has a tensor of the meta device, which has no values")
     return data.to(dtype)
 
 
 def _numbers(sizes: Any) -> list[int]:
-    """One per dim, of which a tensor has 64 at most."""
+    """Check sizes or strides: whole numbers, one per dim, at most 64."""
     if not isinstance(sizes, tuple) or len(sizes) > 64:
         raise PickleError("it has a tensor whose shape is no tuple of integers")
     return [whole_number(size, "a size") for size in sizes]
 
 
 def shape_of(sizes: Any = ()) -> torch.Size:
-    """A shape, or a place in one."""
+    """Check a shape, or offsets in one."""
     numbers = _numbers(sizes)
     whole_number(prod(max(1, size) for size in numbers), "the elements of a tensor")
     return torch.Size(numbers)
@@ -230,7 +230,7 @@ def _set(items: Any = ()) -> set[Any]:
 
 
 def _encoded(text: Any = "", encoding: Any = "latin1") -> bytes:
-    """Bytes in protocol 2."""
+    """Decode bytes as protocol 2 writes them."""
     if type(text) is bytes:
         return text
     if type(text) is not str or encoding not in ("latin1", "latin-1"):

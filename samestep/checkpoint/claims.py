@@ -1,4 +1,4 @@
-"""Claims of a checkpoint about itself, checked before anything is made of them."""
+"""Checks what the files of a checkpoint say of themselves before anything is allocated."""
 
 import stat
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ LARGEST = 1 << 63  # no tensor has as many elements
 
 
 class ClaimError(ValueError):
-    """A checkpoint is not what it says; the message has what and why, and no way out."""
+    """The contents of a checkpoint are contradictory or invalid; the message has what and why."""
 
 
 # --- files -----------------------------------------------------------------------------------
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The path of a file or folder that something in a folder names.
+    """The path of a file that an index names, refused if it leaves the folder.
 
     Raises:
         ClaimError: It is elsewhere, by its name or by a link.
@@ -38,7 +38,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def by_name(folder: Path, name: object) -> Path:
-    """The size of a file where links are followed: caches of downloads consist of them."""
+    """The size of a file, following links, which caches of downloads consist of."""
     if not isinstance(name, str) or not all(map(_is_plain, name.split("/"))):
         raise ClaimError(f"it names {name!r:.80}, which leads out of {folder}")
     return folder / name
@@ -50,7 +50,7 @@ def _is_plain(part: str) -> bool:
 
 
 def file_size(path: Path) -> int | None:
-    """Bytes of a regular file; None if there is none, or another thing."""
+    """Size of a regular file in bytes; None if it is missing or no regular file."""
     try:
         found = path.stat()
     except OSError:
@@ -62,7 +62,7 @@ def file_size(path: Path) -> int | None:
 
 
 def whole(value: object, what: str) -> int:
-    """A number of things, or a place among them."""
+    """Check a count or an offset: a whole number of at least 0."""
     if type(value) is not int or not 0 <= value < LARGEST:
         raise ClaimError(f"{what} is {value!r:.40}")
     return value
@@ -77,7 +77,7 @@ def sizes_from(value: object, what: str) -> tuple[int, ...]:
 
 
 def check_box(name: str, shape: Sequence[int], box: Box) -> None:
-    """Raise unless it is in a tensor of this shape."""
+    """Raise unless the box lies inside a tensor of this shape."""
     fits = len(box.offsets) == len(box.sizes) == len(shape) and all(
         at + size <= of for at, size, of in zip(box.offsets, box.sizes, shape, strict=True)
     )
@@ -89,7 +89,7 @@ def check_box(name: str, shape: Sequence[int], box: Box) -> None:
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """The reason why boxes are not each element of a tensor once; "" if they are."""
+    """Why boxes do not cover each element of a tensor exactly once; "" if they do."""
     wanted, there = prod(shape), sum(box.numel for box in boxes)
     if there != wanted:
         return f"{there} of its {wanted} elements"
@@ -113,7 +113,7 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str:
 
 
 def entry_of(content: object, key: str, kind: type, what: str = "the index") -> Any:
-    """An entry of a JSON object, of this type."""
+    """An entry of a JSON object, checked to have this type."""
     if not isinstance(content, Mapping) or key not in content:
         raise ClaimError(f"{what} has no {key!r}")
     if type(content[key]) is not kind:
@@ -122,7 +122,7 @@ def entry_of(content: object, key: str, kind: type, what: str = "the index") -> 
 
 
 def check_facts(content: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
-    """Raise unless an index has what every one has beside its tensors, in the types of these."""
+    """Raise unless an index has all required entries beside its tensors, with the right types."""
     for name, size in entry_of(content, "files", dict).items():
         whole(size, f"the size of {name!r}")
     if "world_size" not in content:  # the part of one rank
@@ -148,7 +148,7 @@ def check_facts(content: Mapping[str, Any], dtypes: Mapping[str, Any]) -> None:
 
 
 def _check_option(value: object, dtypes: Mapping[str, Any], levels: int) -> None:
-    """Undo `plain_options`: dicts are entries or a dtype."""
+    """Check one option; dicts must be those that `plain_options` makes, such as a dtype."""
     if levels == 0:
         raise ClaimError("the options of a group are nested too deeply")
     inner: Sequence[object] = value if isinstance(value, list) else ()

@@ -1,4 +1,4 @@
-"""`samestep convert`: checkpoints of other packages into ours, and of ours into torch's."""
+"""`samestep convert`: checkpoints of other packages into samestep's, and those into torch's."""
 
 import json
 import sys

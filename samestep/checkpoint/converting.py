@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of ours or of another package into one of ours, on one process.
+"""`convert`: turns a checkpoint of any known format into one of samestep, on one process.
 
 A box at a time is in memory: files are mapped, and what is written is read from them.
 """
@@ -92,7 +92,7 @@ def convert(
     verify: bool = True,
     dry_run: bool = False,
 ) -> Converted:
-    """Read a checkpoint of any kind and write one of ours, whole or not at all.
+    """Read a checkpoint of any known format and write a complete one of samestep, or nothing.
 
     Args:
         source: A folder or file.
@@ -146,7 +146,7 @@ def convert(
 
 
 def _part(source: Source, only: Part | None) -> Source:
-    """The report without the other part."""
+    """The report without the part that --only leaves out."""
     if only is None:
         return source
     kept = {
@@ -158,7 +158,7 @@ def _part(source: Source, only: Part | None) -> Source:
 
 
 def kind_of(path: Path) -> Kind:
-    """The library that has written a checkpoint, by what is in it."""
+    """The package that wrote a checkpoint, found by its files."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if path.is_file():

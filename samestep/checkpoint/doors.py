@@ -1,4 +1,4 @@
-"""Checkpoints of samestep for `torch.distributed.checkpoint.save` and `load`.
+"""Storage writers and readers of samestep for `torch.distributed.checkpoint.save` and `load`.
 
     dcp.save(state_dict, storage_writer=Writer("runs/a/step_1000"))
     dcp.load(state_dict, storage_reader=reader("runs/a/step_1000"))
@@ -45,7 +45,7 @@ class Writer(RawWriter):
         self._give_up = finalize(self, lambda: None)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what is no tensor: there is no pickle in these checkpoints."""
+        """Refuse objects that are no tensors, because these checkpoints have no pickle."""
         objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if objects:
             raise CheckpointError(
@@ -55,7 +55,7 @@ class Writer(RawWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder that becomes the checkpoint, and tell each rank.
+        """Make the partial folder, and tell every rank its path.
 
         torch tells a writer nothing of a save that fails on another rank: the folder goes with
         the writer, unless it is finished.
@@ -66,7 +66,7 @@ class Writer(RawWriter):
         return [replace(plan, storage_data=(where, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write a rank's boxes into the folder that the plan names."""
+        """Write this rank's shards into the folder that the plan names."""
         name, self.rank = plan.storage_data
         self.folder = self._path.with_name(name)
         try:
@@ -76,7 +76,7 @@ class Writer(RawWriter):
             raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index and move the folder to its place."""
+        """Write the index and rename the folder to its final name."""
         assert self._unfinished is not None
         self.facts = facts_of("fully_reshardable", len(results), [], self._extra)
         try:

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and a pointer to the newest of them.
+"""Checkpoint folders that become visible only when complete, and a LATEST file naming the newest.
 
 Nothing is removed but what carries a mark of ours: the index of a checkpoint with its checksum, or
 the owner file of a partial folder (`savers`). It is looked at right before, and links are never
@@ -32,7 +32,7 @@ ABANDONED_S = 3600.0  # without a change: a partial folder of which nobody can t
 
 
 class Unfinished:
-    """A folder beside the one that it becomes. Whoever writes it holds its mark, until it dies."""
+    """A partial folder beside its final name, locked by the process that writes it."""
 
     def __init__(self, path: Path) -> None:
         _check_name(path)
@@ -61,7 +61,7 @@ class Unfinished:
             raise
 
     def commit(self, keep: int | None) -> None:
-        """Move the folder to its place, then the pointer; then remove all but the newest."""
+        """Rename the folder, update LATEST, and delete old checkpoints."""
         is_there = is_named = False
         removed: list[Path] = []
         try:
@@ -105,7 +105,7 @@ class Unfinished:
                 )
 
     def _move_to_its_place(self) -> list[Path]:
-        """Gives where the one is now that a killed save had left there, if there was one."""
+        """Rename the folder; return where the remains of a killed save were moved, if any."""
         replaced = []
         _refuse_existing(self.path)
         if not self._saver.has_mark:
@@ -126,7 +126,7 @@ class Unfinished:
         return replaced
 
     def _name_it(self) -> None:
-        """Make LATEST say so; until then the pointer in the folder says that it may not."""
+        """Update LATEST; until then a pointer in the folder says that it may be incomplete."""
         sync(self.path.parent)
         (self.path / OWNER).unlink()
         self._saver.check_turn()
@@ -144,7 +144,7 @@ class Unfinished:
         )
 
     def abandon(self) -> None:
-        """Remove what was written of a save that failed; the mark last."""
+        """Delete the files of a failed save, the lock last."""
         if self._saver.has_mark:
             _delete_partial(self.folder)
         self._saver.release()
@@ -152,7 +152,7 @@ class Unfinished:
             self.folder.rmdir()
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed saves have left; raises if somebody writes the same checkpoint."""
+        """Delete remains of killed saves; raises if another process writes the same checkpoint."""
         now = (self.folder / OWNER).stat().st_mtime  # by the clock of the disk
         for path in self.path.parent.iterdir():
             if path == self.folder or not path.name.endswith((PARTIAL, REMOVED)):
@@ -183,7 +183,7 @@ class Unfinished:
 
 
 def checkpoints_beside(newest: Path) -> Iterator[Path]:
-    """The complete checkpoints there that a save of ours has written; no links to any."""
+    """Complete checkpoints of samestep in a folder, without links."""
     for path in newest.parent.iterdir():
         hidden = path.name.startswith(".")
         if path != newest and not hidden and own_files(path, tell=True) is not None:
@@ -191,7 +191,7 @@ def checkpoints_beside(newest: Path) -> Iterator[Path]:
 
 
 def own_files(path: Path, *, tell: bool = False) -> list[str] | None:
-    """The files of a checkpoint as its index names them; None: it is not ours, or not complete.
+    """Files of a checkpoint by its index; None if it is incomplete or not of samestep.
 
     `tell` warns once of a folder that seems to be ours and is not in order.
     """
@@ -221,7 +221,7 @@ _known: dict[tuple[int, ...], Mapping[str, int]] = {}
 
 
 def _files_of(path: Path) -> Mapping[str, int]:
-    """Names and sizes of the files of a checkpoint; ValueError unless a save of ours wrote it.
+    """Names and sizes of the files of a checkpoint; ValueError unless samestep wrote it.
 
     An index is read once, wherever it is moved: it is large where there are many tensors.
     """
@@ -243,19 +243,19 @@ def _files_in(content: Any) -> Mapping[str, int]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is that of a file in a folder, or in a folder of it, and spelled so."""
+    """Whether a name is a normalized path of a file in the folder or a direct subfolder."""
     parts = PurePosixPath(name).parts
     return 0 < len(parts) < 3 and ".." not in parts and name == "/".join(parts) and "\0" not in name
 
 
 def _at(folder: Path, name: str) -> int | None:
-    """The size of a file that is there without a link on the way."""
+    """Size of a file that is reached without links."""
     file = folder / name
     return _size_of(file) if _is_folder(file.parent) else None
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that is meant: this one, or the newest in this folder."""
+    """The checkpoint at a path: the folder itself, or the one that its LATEST names."""
     if (path / INDEX).is_file():
         return path
     pointer = path / LATEST
@@ -274,7 +274,7 @@ def find(path: Path) -> Path:
 
 
 def pointed(path: Path, name: str) -> Path:
-    """The folder in this one that a file names; raises if it names what is elsewhere."""
+    """The subfolder that LATEST names; raises if the name leads outside."""
     try:
         with inside(path, name).open(errors="replace") as file:
             return inside(path, file.read(4096).strip())
@@ -286,13 +286,13 @@ def pointed(path: Path, name: str) -> Path:
 
 
 def _refuse_existing(path: Path) -> None:
-    """Raise if there is anything, but for a checkpoint that was killed before LATEST named it."""
+    """Raise if the target exists, except as the remains of a killed save."""
     if os.path.lexists(path) and not (_size_of(path / POINTER) and own_files(path) is not None):
         raise CheckpointError(f"{path} exists: save under another name, or remove it first")
 
 
 def _check_name(path: Path) -> None:
-    """Raise unless a line of LATEST can say it, and nothing else has this name."""
+    """Raise unless the name fits on a line of LATEST and is not reserved."""
     name = path.name
     if name in ("", "..", LATEST, TURN) or name != name.strip() or not name.isprintable():
         raise CheckpointError(
@@ -302,7 +302,7 @@ def _check_name(path: Path) -> None:
 
 
 def _check_pointer(parent: Path) -> None:
-    """Raise if what is there under the name of the pointer can be none."""
+    """Raise if a file named LATEST exists and samestep cannot have written it."""
     pointer = parent / LATEST
     with suppress(FileNotFoundError):
         found = pointer.lstat()
@@ -318,7 +318,7 @@ def _check_pointer(parent: Path) -> None:
 
 
 def _move_away_all_but(keep: int, newest: Path) -> list[Path]:
-    """All but so many of the newest checkpoints beside one; gives where they are to be deleted."""
+    """Move all but the newest checkpoints away, and return where they wait for deletion."""
     others = sorted(checkpoints_beside(newest), key=_age)
     removed = []
     for path in others[: max(0, len(others) - keep + 1)]:
@@ -336,7 +336,7 @@ def _move_away_all_but(keep: int, newest: Path) -> list[Path]:
 
 
 def _moved_away(path: Path) -> list[Path]:
-    """Take the files of a checkpoint out of sight, so that half of it is never taken for one.
+    """Rename a checkpoint out of sight, so that a half-deleted one is never loaded.
 
     What else somebody has put into its folder stays where it is.
     """
@@ -371,7 +371,7 @@ def _moved_away(path: Path) -> list[Path]:
 
 
 def _delete(hidden: Path) -> None:
-    """Delete a checkpoint that was moved away; nothing else that may lie there."""
+    """Delete a checkpoint that was moved away, and no other files."""
     with suppress(OSError, CheckpointError, ValueError, RecursionError):
         if _size_of(hidden / INDEX):
             files = _files_of(hidden)
@@ -389,7 +389,7 @@ def _delete(hidden: Path) -> None:
 
 
 def _delete_partial(folder: Path) -> None:
-    """Delete a partial folder; its mark goes last."""
+    """Delete a partial folder, its lock last."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.name == OWNER:
@@ -412,7 +412,7 @@ def _is_empty_but_for_a_mark(folder: Path) -> bool:
 
 
 def _last_change(folder: Path) -> float:
-    """When something in it was written last; it may go meanwhile."""
+    """Time of the last change in a folder, which may disappear meanwhile."""
     times = [folder.lstat().st_mtime]
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -421,14 +421,14 @@ def _last_change(folder: Path) -> float:
 
 
 def _is_folder(path: Path) -> bool:
-    """A link to one is none."""
+    """Whether a path is a folder and no link."""
     with suppress(OSError):
         return stat.S_ISDIR(path.lstat().st_mode)
     return False
 
 
 def _size_of(file: Path) -> int | None:
-    """None: it is no file, or a link to one."""
+    """Size of a regular file; None for anything else."""
     with suppress(OSError):
         found = file.lstat()
         return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -436,7 +436,7 @@ def _size_of(file: Path) -> int | None:
 
 
 def _tell_of_older(path: Path) -> None:
-    """Earlier versions left folders without a mark that says whose they are."""
+    """Warn of unmarked partial folders, which earlier versions left behind."""
     seems_ours = _size_of(path / OWNER) is not None or _size_of(path / INDEX)
     if path.name.startswith(".") and _is_folder(path) and seems_ours:
         _warn_once(

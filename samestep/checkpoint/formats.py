@@ -56,7 +56,7 @@ SUM = f"{INDEX}.sha256"
 
 
 class Here(NamedTuple):
-    """The rank that wants to load, and the lines of its layout."""
+    """The loading rank, with a description of its layout."""
 
     rank: int
     size: int
@@ -67,7 +67,7 @@ class Here(NamedTuple):
 
 
 class LocalWriter(BoxWriter):
-    """Writes all that a rank holds into a folder of its own, with an index of its own.
+    """Writes everything a rank holds into a folder of its own, with its own index.
 
     Plans have the metadata of this rank as `planner_data`: a list of boxes does not tell of tensors
     that it has none of.
@@ -100,7 +100,7 @@ def _name(rank: int) -> str:
 
 
 class LocalFiles(StoredCheckpoint):
-    """Parts that ranks have written each by itself: who loads takes its own, others all.
+    """Reads parts that ranks wrote separately: a loading rank reads its own part only.
 
     Raises unless as many ranks are here, in the layout that it was saved in.
     """
@@ -135,7 +135,7 @@ class LocalFiles(StoredCheckpoint):
             self._refuse_holes()
 
     def _refuse_holes(self) -> None:
-        """Check tensors of all ranks: boxes may be in several of them, and none may be missing."""
+        """Check that the parts of all ranks cover every tensor; they may overlap."""
         with claims_of(self.folder / INDEX):
             for name, entry in self.tensors.items():
                 if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
@@ -155,7 +155,7 @@ class LocalFiles(StoredCheckpoint):
         return Index(own, read_index(own), alone=True)
 
     def verify(self, *_: int) -> None:
-        """Raise unless every bit is right: nobody else reads these files."""
+        """Compare the checksums of all files that this rank must check."""
         for part in self._parts:
             part.verify()
 
@@ -163,7 +163,7 @@ class LocalFiles(StoredCheckpoint):
         return self._holder[box].read(box)
 
     def refuse_other_boxes(self, wanted: Tensors, formats: Mapping[str, str]) -> None:
-        """Raise if this rank holds anything else now: its part says nothing of the rest.
+        """Raise if this rank holds other shards now than its part has.
 
         `formats` says of state how it is kept otherwise, which may have cut it elsewhere.
         """
@@ -213,7 +213,7 @@ FORMATS: dict[str, Format] = {
 
 
 def own_name(name: str) -> str:
-    """The name under which a format is written; raises if it is unknown."""
+    """Canonical name of a format; raises if it is unknown."""
     found = ALIASES.get(name, name)
     if found not in FORMATS:
         known = ", ".join([*FORMATS, *ALIASES])
@@ -222,7 +222,7 @@ def own_name(name: str) -> str:
 
 
 def open_checkpoint(folder: Path, here: Here | None = None) -> StoredCheckpoint:
-    """The contents of a folder, for who is `here`, or all of it, to look at and to convert."""
+    """Open a checkpoint: the part for `here`, or all of it to inspect or convert."""
     with claims_of(folder):
         if not (folder / INDEX).is_file():
             return TorchFiles(folder, None)

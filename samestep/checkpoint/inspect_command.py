@@ -1,4 +1,4 @@
-"""`samestep inspect`: what a checkpoint has in it."""
+"""`samestep inspect`: shows the contents of a checkpoint."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`samestep.load`, once the checkpoint is known to be that of the model and optimizer here."""
+"""`samestep.load`, after the checkpoint was found to fit the model and the optimizer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from samestep.tooling.warn import some
 
 @dataclass(frozen=True)
 class Loaded:
-    """The findings of `load`. `extra` is what `save` was given."""
+    """The result of `load`; `extra` is the object given to `save`."""
 
     path: Path
     extra: Any
@@ -49,7 +49,7 @@ def load(
     partial: bool = False,
     verify: bool = True,
 ) -> Loaded:
-    """Load a checkpoint into a model and an optimizer as they are laid out here. Collective.
+    """Load a checkpoint into a model and an optimizer in their present layout. Collective.
 
     Everything is checked before anything changes: files, checksums, names and shapes.
 
@@ -119,7 +119,7 @@ def read_into(
     stored: StoredCheckpoint,
     put: Callable[[Tensor, Tensor], object] | None = None,
 ) -> None:
-    """Put what is stored into the boxes that are here; torch finds out what overlaps.
+    """Read stored values into local shards; torch computes which shards overlap.
 
     put: What is done with a box and its values; without it, boxes take them.
     """
@@ -139,7 +139,7 @@ Entries = Mapping[str, TensorStorageMetadata]
 def surplus(
     wanted: Mapping[str, Tensor], stored: Entries, optional: frozenset[str] = frozenset()
 ) -> list[str]:
-    """The names that a checkpoint has of a model, or of an optimizer, and that are not wanted."""
+    """Names of a model or optimizer in a checkpoint that were not requested."""
     parts = {name.split(".", 1)[0] for name in wanted}
     here = {name for name in stored if name.split(".", 1)[0] in parts}
     return sorted(name for name in here - wanted.keys() - optional if not _is_master(name))
@@ -151,7 +151,7 @@ def names_that_fit(
     partial: bool,
     elsewhere: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """The names that can be loaded; raises if the checkpoint is that of another model.
+    """Names that can be loaded; raises if the checkpoint belongs to another model.
 
     Master copies are optional on both sides: without a stored one the parameter is taken. What is
     `elsewhere` other ranks load.

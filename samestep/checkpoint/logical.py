@@ -1,4 +1,4 @@
-"""A model and its optimizer as a checkpoint knows them, whatever the layout they live in.
+"""A model and its optimizer as logical tensors, independent of their layout.
 
 model.<name>          parameters and buffers
 state.<name>.<key>    optimizer state, in the shape that one process has it in
@@ -54,7 +54,7 @@ OWN = (
 
 
 class Pieces(Tensor):
-    """A logical tensor; `held` are the boxes that are here. It can only be saved and loaded.
+    """A logical tensor, of which this rank has the boxes `held`; it can only be saved and loaded.
 
     In the words of torch.distributed.checkpoint, which plans who writes and reads what.
     """
@@ -65,7 +65,7 @@ class Pieces(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, held: Sequence[HeldBox]
     ) -> "Pieces":
-        """An empty stretch is left out, but of an empty tensor every rank has all."""
+        """Make a logical tensor; empty boxes are dropped, unless the tensor itself is empty."""
         made: Pieces = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
@@ -82,7 +82,7 @@ class Pieces(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """There is nothing to compute with; what looks at metadata alone never gets here."""
+        """Refuse computation; metadata is handled before."""
         if func is torch.ops.aten.detach.default:
             (own,) = args
             return Pieces(own.shape, own.dtype, own.device, own.held)
@@ -93,7 +93,7 @@ class Pieces(Tensor):
     # --- for torch.distributed.checkpoint -------------------------------------------------
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """One per box, also if it is here more than once, or on several ranks."""
+        """One write item per box, even if the box is held more than once."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -121,7 +121,7 @@ class Pieces(Tensor):
 def empty_pieces(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, boxes: Iterable[Box]
 ) -> Pieces:
-    """With new boxes, whose values are still to come."""
+    """Logical tensors with new boxes to be filled by a load."""
     held = [HeldBox(box, torch.empty(box.sizes, dtype=dtype, device=device)) for box in boxes]
     return Pieces(shape, dtype, device, held)
 
@@ -134,7 +134,7 @@ Tensors = dict[str, Pieces]
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Parameters and buffers, by the names of torch's `get_model_state_dict`; views of them."""
+    """Parameters and buffers as views, by the names of torch's `get_model_state_dict`."""
     found: Tensors = {}
     wait_for_anyone(model.parameters())
     with parts_apart():
@@ -151,14 +151,14 @@ def model_tensors(model: nn.Module) -> Tensors:
 
 
 def _held_here(value: Tensor) -> HeldBox:
-    """All of a tensor, or the box of a DTensor that this rank has."""
+    """The whole tensor, or the local shard of a DTensor."""
     if not isinstance(value, DTensor):
         return whole_box(value)
     return HeldBox(own_box(value), value.to_local())
 
 
 class Remainder(NamedTuple):
-    """A box of a master copy of which a remainder is kept: the copy, the parameter, the rest."""
+    """A box of a main parameter that is stored as a remainder, with its parameter."""
 
     master: Tensor
     param: Tensor
@@ -169,14 +169,14 @@ Remainders = dict[str, list[Remainder]]  # by the whole parameter's name; [] if 
 
 
 def _with_parameters(part: HeldState) -> Iterator[tuple[Box, Tensor, Tensor]]:
-    """The boxes of a master copy, of either form, and the same of its parameter."""
+    """Boxes of main parameters, stored either way, with the same boxes of the parameters."""
     outer = _held_here(part.param.detach())
     for box, kept in part.boxes:
         yield box, kept, outer.tensor[box.within(outer.box).slices].reshape(kept.shape)
 
 
 def _joined_master(part: HeldState) -> list[Remainder]:
-    """Whole master copies of remainders, so that every reader of a checkpoint knows them."""
+    """Whole main parameters from remainders, as checkpoints store them."""
     return [
         Remainder(join_remainder(own.to(rest.device), rest), own, rest)
         for _, rest, own in _with_parameters(part)
@@ -184,7 +184,7 @@ def _joined_master(part: HeldState) -> list[Remainder]:
 
 
 def _present_masters(part: HeldState) -> list[HeldBox]:
-    """Master copies with what was edited since: views, but for boxes in which something was."""
+    """Main parameters with later edits of the parameters; views where nothing was edited."""
     boxes = []
     for box, kept, own in _with_parameters(part):
         present = present_master(own.to(kept.device), kept)
@@ -193,7 +193,7 @@ def _present_masters(part: HeldState) -> list[HeldBox]:
 
 
 def state_tensors(opt: RuleOptimizer, remainders: Remainders | None = None) -> Tensors:
-    """All optimizer state, to be loaded if `remainders` is given, and else to be saved.
+    """All optimizer state: for loading if `remainders` is given, else for saving.
 
     Views of it, but for master copies of which remainders are kept: these are made, and told in
     `remainders`. So are those to be saved whose parameters were edited since.
@@ -222,7 +222,7 @@ def state_tensors(opt: RuleOptimizer, remainders: Remainders | None = None) -> T
 
 
 def _joined(tensors: Tensors) -> Tensors:
-    """The tensors with fused parameters whole: their parts, or their state, row after row.
+    """Join the parts of fused parameters, and their state, row after row.
 
     A number, such as a count of steps, is the same of all parts.
     """
@@ -253,7 +253,7 @@ def state_key(name: str, key: str) -> str:
 
 
 def name_and_key(tensor: str) -> tuple[str, str | None]:
-    """The parameter that a tensor of a checkpoint is, or of which key it is the state."""
+    """Split the name of a stored tensor into parameter and state key; None for the parameter."""
     part, _, rest = tensor.partition(".")
     if part == MODEL:
         return rest, None
@@ -266,7 +266,7 @@ def tensors_of(
     opt: RuleOptimizer | None,
     remainders: Remainders | None = None,
 ) -> Tensors:
-    """The tensors of both, or of one of them; `remainders`: what `state_tensors` tells."""
+    """Logical tensors of model and optimizer; `remainders` as in `state_tensors`."""
     if model is None and opt is None:
         raise CheckpointError(
             "neither a model nor an optimizer was given, so there is nothing to save "
@@ -280,7 +280,7 @@ def tensors_of(
 
 
 def group_facts(opt: RuleOptimizer) -> list[GroupFacts]:
-    """Per group its parameters' names and options; also numbers that others keep in there."""
+    """Names and options of each group, with numbers that other code keeps there."""
     facts = []
     group_of: dict[str, int] = {}
     for index, group in enumerate(opt.param_groups):
@@ -299,7 +299,7 @@ def group_facts(opt: RuleOptimizer) -> list[GroupFacts]:
 
 
 def _whole_names(group: Group, index: int) -> tuple[list[str], Group]:
-    """A group's parameters with fused ones whole, and the `split_sizes` that these have then."""
+    """A group's parameter names with fused ones joined, and their `split_sizes`."""
     names = list(parameter_names(group, index))
     wholes = list(dict.fromkeys(map(whole_name, names)))
     cut = group.get("split_sizes")
@@ -315,7 +315,7 @@ def _whole_names(group: Group, index: int) -> tuple[list[str], Group]:
 
 
 def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
-    """Groups that ranks have told of, each parameter once: pipeline stages have different ones."""
+    """Merge the groups of all pipeline stages, each parameter once."""
     merged: list[GroupFacts] = []
     known: set[str] = set()
     for group in (group for of_rank in groups for group in of_rank):
@@ -327,7 +327,7 @@ def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
 
 
 def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -> None:
-    """Raise if a parameter's state was made by another rule, or for other options."""
+    """Raise if a parameter's state was made by another rule or for other options."""
     members = list(_by_group(opt, groups))
     for group, cuts, own in members:
         for name, saved in own:
@@ -353,7 +353,7 @@ def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -
 
 
 def _refuse_mixed(index: int, group: Group, members: Sequence[tuple[str, Group]]) -> None:
-    """Raise if parameters of one group were saved with options that one group cannot have."""
+    """Raise if parameters of one group were saved with different options."""
     keys = [key for key in options_of(group) if key not in OWN]
     for name, saved in members[1:]:
         first, before = members[0]
@@ -368,7 +368,7 @@ def _refuse_mixed(index: int, group: Group, members: Sequence[tuple[str, Group]]
 
 
 def restore_options(opt: RuleOptimizer, groups: list[GroupFacts]) -> None:
-    """Give every group the options that its parameters were saved with; not where these differ."""
+    """Give every group the saved options of its parameters, where they all agree."""
     for group, _, members in _by_group(opt, groups):
         for key, value in members[0][1].items() if members else ():
             if any(other.get(key) != value for _, other in members):
@@ -386,12 +386,12 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_from(plain: Mapping[str, Any]) -> Group:
-    """The opposite of `plain_options`, but for lists, which are tuples now."""
+    """Inverse of `plain_options`, except that lists become tuples."""
     return {key: _back(value) for key, value in plain.items()}
 
 
 class _Members(NamedTuple):
-    """A group of here: how it cuts parameters, and those that were saved, with their options."""
+    """One present group: its parameters that were saved, with their options."""
 
     group: Group
     cuts: Group
@@ -408,7 +408,7 @@ def _by_group(opt: RuleOptimizer, groups: list[GroupFacts]) -> Iterator[_Members
 
 
 def _alone(name: str, options: Group) -> Group:
-    """A group's options as those of one parameter, since others may be grouped otherwise."""
+    """A group's options as those of one parameter, because grouping may differ."""
     cut = options.get("split_sizes")
     if isinstance(cut, Mapping):
         found = [sizes for pattern, sizes in cut.items() if name_matches(name, pattern)]

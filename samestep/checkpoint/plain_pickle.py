@@ -1,4 +1,4 @@
-"""Pickles read as data: nothing that they name is imported, looked up or called.
+"""Reads pickles as data: no name in them is imported, looked up or called.
 
 An interpreter of the opcodes with which Python writes plain values in protocols 2 to 5. A name is
 looked up in a table of exact (module, name) pairs, in which a `Maker` stands for a class or a
@@ -16,18 +16,18 @@ _SIZED = frozenset({str, bytes, tuple, list, dict, set})
 
 
 class PickleError(ValueError):
-    """A pickle asks for more than data, or is damaged."""
+    """A pickle contains more than data, or is damaged."""
 
 
 class Maker(NamedTuple):
-    """Stands for a class or a function of that name."""
+    """Stands for a named class or function."""
 
     name: str
     make: Callable[..., Any]
 
 
 class Table(NamedTuple):
-    """All that pickles of one kind may name, and what gives an object of a type its state."""
+    """The names that pickles of one kind may use, and how objects get their state."""
 
     names: Mapping[tuple[str, str], Any]  # a Maker, or a value
     build: Mapping[type, Callable[[Any, Any], None]]
@@ -35,7 +35,7 @@ class Table(NamedTuple):
 
 
 def read_pickle(data: bytes, table: Table, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The value of a pickle; `persistent` finds what is stored beside it.
+    """Read the value of a pickle; `persistent` resolves references to storages.
 
     Raises:
         PickleError: Nothing of it has been run.
@@ -52,7 +52,7 @@ def read_pickle(data: bytes, table: Table, persistent: Callable[[Any], Any] | No
 
 
 def checked_key(key: Any, keys: frozenset[type] = frozenset()) -> Any:
-    """A key whose hash is found without recursion, however deep a pickle nests."""
+    """A dict key whose hash needs no recursion, however deeply a pickle nests."""
     kind = type(key)
     if kind in FLAT or kind in keys:
         return key
@@ -62,14 +62,14 @@ def checked_key(key: Any, keys: frozenset[type] = frozenset()) -> Any:
 
 
 def whole_number(value: Any, what: str = "a number") -> int:
-    """A size, place or count, as a tensor can have it."""
+    """Check a size, offset or count of a tensor."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise PickleError(f"it has {value!r:.40} for {what}")
     return value
 
 
 class _Machine:
-    """The stack, the memo and the place in the data."""
+    """The interpreter: its stack, its memo and its position in the data."""
 
     def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None) -> None:
         self.at = 0
@@ -223,7 +223,7 @@ class _Machine:
         self._named(module, name)
 
     def _make(self) -> None:
-        """REDUCE and NEWOBJ: a value of a Maker and a tuple."""
+        """REDUCE and NEWOBJ: apply a Maker to a tuple of arguments."""
         arguments, maker = self._stack.pop(), self._stack.pop()
         if type(maker) is not Maker or type(arguments) is not tuple:
             raise PickleError(f"it calls a {type(maker).__name__}, which is no class or function")

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: what they tell each other, and which one writes which boxes.
+"""Ranks that save or load together: their communication, and who writes which shard.
 
 They tell small things, on a group of any backend. Every element is written once, in equal shares,
 as torch plans it.
@@ -24,7 +24,7 @@ Owners = Mapping[str, tuple[int, ...]]  # per parameter the ranks that have it, 
 
 
 class Ranks(NamedTuple):
-    """The ranks that save or load together. If one of them dies, the others' error names it."""
+    """The ranks that save or load together; an error of one names it on the others."""
 
     group: RankGroup | None = None  # None: this process alone
     task: str = ""  # what they do, for the error
@@ -38,11 +38,11 @@ class Ranks(NamedTuple):
         return 1 if self.group is None else self.group.size
 
     def everywhere(self, act: Callable[[], T]) -> T:
-        """Do something; if it fails on any rank, raise on all of them."""
+        """Call a function, and raise on all ranks if it fails on one."""
         return self.agreed(lambda: (act(), True))[0]
 
     def agreed(self, act: Callable[[], tuple[T, Answer]]) -> tuple[T, list[Answer]]:
-        """Run `together`, and give what every rank has answered beside its result."""
+        """Call `together`, and return the answers of all ranks with its result."""
         problem: Exception | None = None
         answer: Any = None  # of whoever has failed
         try:
@@ -64,15 +64,15 @@ class Ranks(NamedTuple):
         return self._told([value], partial(gather_everywhere, value))
 
     def to_first(self, value: T) -> list[T]:
-        """Gather an object of every rank on the first; nothing elsewhere."""
+        """Gather an object of every rank on rank 0; an empty list elsewhere."""
         return self._told([value], lambda group: gather_on_first(value, group) or [])
 
     def from_first(self, values: list[T]) -> T:
-        """One of the values that the first rank gives."""
+        """Receive the value that rank 0 has for this rank."""
         return self._told(values[0], partial(scatter_from_first, values))
 
     def _told(self, alone: T, tell: Callable[[dist.ProcessGroup], T]) -> T:
-        """Exchange objects between ranks, or give `alone` where there is one."""
+        """Exchange objects between ranks, or return `alone` on one process."""
         group = self.group
         return alone if group is None else attempt(self.task, group, lambda: tell(group.handle))
 
@@ -89,7 +89,7 @@ def _words(error: Exception) -> str:
 
 
 def plan_locally(state_dict: Mapping[str, Any], is_nested: bool) -> DefaultSavePlanner:
-    """The boxes that this rank could write: all that it holds."""
+    """All boxes that this rank holds and could write."""
     planner = DefaultSavePlanner(flatten_state_dict=is_nested)
     planner.set_up_planner(dict(state_dict))
     planner.create_local_plan()
@@ -97,7 +97,7 @@ def plan_locally(state_dict: Mapping[str, Any], is_nested: bool) -> DefaultSaveP
 
 
 def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
-    """All that this rank holds, whoever else has it too. Collective."""
+    """All boxes that this rank holds, including copies on other ranks. Collective."""
     _refuse_different_things(ranks.all_of(owners))
     items = planner.plan.items
     tensors = {  # also those of which this rank has no box
@@ -111,7 +111,7 @@ def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> Wri
 
 
 def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
-    """The boxes that each rank writes. Collective."""
+    """The boxes that each rank writes, each box once. Collective."""
     asked = ranks.to_first((planner.plan, dict(owners)))
     problem, answers = "", [(SavePlan([]), Metadata({}))] * ranks.size
     if ranks.rank == 0:
@@ -128,7 +128,7 @@ def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> 
 
 
 def _refuse_different_things(owners: list[Owners]) -> None:
-    """Groups of ranks that have parameters of their own must have names of their own for them."""
+    """Raise if groups of ranks hold different parameters under one name."""
     known: dict[str, tuple[int, ...]] = {}
     for of_rank in owners:
         for name, members in of_rank.items():

@@ -1,4 +1,4 @@
-"""Savers of one folder: each marks the partial folder that it writes; one at a time moves names.
+"""Locks that let several processes save into one folder: partial folders and renames.
 
 `.NAME.TOKEN.partial/.lock` is the mark: JSON that says who writes there (host, process, since
 when), locked by the kernel for as long as they do. A second name of that file, `.samestep.lock`
@@ -35,7 +35,7 @@ MOST = 1 << 16  # bytes of an owner file, by far
 
 
 class Owner(NamedTuple):
-    """The saver that a mark tells of."""
+    """The process that a lock file names."""
 
     samestep: str  # its version
     name: str  # of the checkpoint that it writes
@@ -52,7 +52,7 @@ class Owner(NamedTuple):
 
 
 class Saver:
-    """This process as the owner of a partial folder, from its making to `release`."""
+    """This process as owner of a partial folder, until `release`."""
 
     def __init__(self, path: Path) -> None:
         self.parent = path.parent
@@ -77,13 +77,13 @@ class Saver:
 
     @property
     def has_mark(self) -> bool:
-        """Whether the partial folder is still ours."""
+        """Whether the partial folder still has the lock of this process."""
         own = self._descriptor
         return own is not None and _identity(self.folder / OWNER) == _identity(own)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The time in which this saver alone moves names in the folder above."""
+        """Context in which only this process renames folders of the parent."""
         lock, copy = self.parent / TURN, self._take_turn()
         try:
             yield
@@ -95,7 +95,7 @@ class Saver:
             _close(copy)
 
     def check_turn(self) -> None:
-        """Raise unless it is still ours: right before a name is moved."""
+        """Raise unless this process still holds the lock; called right before a rename."""
         lock = self.parent / TURN
         if self._turn is None or _identity(lock) != self._turn:
             raise CheckpointError(
@@ -103,7 +103,7 @@ class Saver:
             )
 
     def _take_turn(self) -> int | None:
-        """Wait for the lock of the folder; gives the descriptor of one that is no second name."""
+        """Wait for the lock of the parent folder; returns its file descriptor."""
         lock, own, copy = self.parent / TURN, self.folder / OWNER, None
         start = time.monotonic()
         seen, since = None, start  # the lock as it was seen last, and since when it is that
@@ -129,7 +129,7 @@ class Saver:
             time.sleep(PAUSE_S)
 
     def _wait_for(self, lock: Path, found: tuple[int, int], waited: float, quiet: float) -> None:
-        """Look at the lock of another: remove it if its saver has died, raise if it takes long."""
+        """Wait for another process' lock: delete it if the process died, raise after a limit."""
         owner = owner_in(lock)
         if owner is None and quiet > WRITTEN_S and _size(lock) != 0:
             raise CheckpointError(
@@ -148,13 +148,13 @@ class Saver:
             )
 
     def release(self) -> None:
-        """From now on the mark, where it still is, is that of nobody."""
+        """Release the lock of the partial folder."""
         _close(self._descriptor)
         self._descriptor = None
 
 
 def owner_in(file: Path) -> Owner | None:
-    """The contents of an owner file; None if it is none of ours."""
+    """Read a lock file; None if it is not one of samestep."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -173,7 +173,7 @@ def owner_in(file: Path) -> Owner | None:
 
 
 def is_alive(file: Path) -> bool | None:
-    """Whether the saver that owns a file lives and has not released it; None: nobody can tell here.
+    """Whether the owner of a lock is alive and holds it; None if that cannot be known here.
 
     On the same kernel the number of its process tells, and the time when that began, as numbers are
     used again. In another container, and on another machine, the kernel's lock tells that it lives;
@@ -204,7 +204,7 @@ def is_alive(file: Path) -> bool | None:
 
 
 def _created(file: Path, text: bytes) -> int:
-    """Make a locked file of ours; gives its descriptor. Raises if it exists."""
+    """Create a locked file and return its descriptor; raises if it exists."""
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
     try:
         with suppress(OSError):  # a disk without locks
@@ -224,7 +224,7 @@ def _created(file: Path, text: bytes) -> int:
 
 
 def _break(lock: Path, found: tuple[int, int], quiet: float) -> None:
-    """Remove the lock of a saver that has died; of several that want to, one at a time."""
+    """Delete the lock of a dead process; safe if several try."""
     with suppress(FileNotFoundError):
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -242,7 +242,7 @@ def _break(lock: Path, found: tuple[int, int], quiet: float) -> None:
 
 
 def _close(descriptor: int | None) -> None:
-    """Unlock for children too, which have inherited the descriptor."""
+    """Unlock and close, also for child processes that inherited the descriptor."""
     if descriptor is not None:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -258,7 +258,7 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def _size(file: Path) -> int | None:
-    """None: it is no file, or has gone."""
+    """Size of a regular file; None if it is missing or something else."""
     with suppress(FileNotFoundError):
         found = os.lstat(file)
         return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -278,7 +278,7 @@ def _here(name: str, token: str) -> Owner:
 
 
 def _runs(owner: Owner) -> bool | None:
-    """Whether its process runs, of those that this one can see; None: it is hidden from us."""
+    """Whether a process runs; None if this process cannot see it."""
     started = _started(owner.pid)
     if started:
         return started == owner.started
@@ -292,7 +292,7 @@ def _runs(owner: Owner) -> bool | None:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since its kernel did; empty: there is none, or it has died."""
+    """Start time of a process in clock ticks; empty if it does not exist."""
     try:
         fields: Any = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

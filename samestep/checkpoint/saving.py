@@ -1,4 +1,4 @@
-"""`samestep.save` and `samestep.async_save`.
+"""Implements `samestep.save` and `samestep.async_save`.
 
 Both look, plan and write in the same steps. After `async_save` training waits for a copy in memory,
 not for the disk or for others; at most one save is in the background, which later calls wait for.
@@ -34,7 +34,7 @@ from samestep.version import __version__
 
 
 class SaveRequest(NamedTuple):
-    """A request to save: what, and where."""
+    """The arguments of a save."""
 
     path: Path
     model: nn.Module | None
@@ -45,7 +45,7 @@ class SaveRequest(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The tensors that a rank has to save."""
+    """Tensors that a rank has to save."""
 
     planner: DefaultSavePlanner | None  # None: there is a plan
     state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A save of which nothing is written yet, but that can be."""
+    """A checked and planned save, before anything is written."""
 
     request: SaveRequest
     ranks: Ranks
@@ -65,13 +65,13 @@ class Prepared(NamedTuple):
 
 
 def value_in(state_dict: Mapping[str, Any], item: WriteItem) -> Tensor:
-    """The values that a rank has of a box now."""
+    """Current values of a box on this rank."""
     tensor: Pieces = state_dict[item.index.fqn]
     return tensor.__get_tensor_shard__(item.index)
 
 
 class Boxes(DefaultSavePlanner):
-    """Gives a writer the values of one box at a time: from a model, from copies, or from files."""
+    """Gives a writer the values of one box at a time, from a model, copies or files."""
 
     def __init__(self, values: Values, objects: Mapping[str, Any]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def save(
 
 
 def look(request: SaveRequest, ranks: int) -> Seen:
-    """The views of all that this rank has to save; raises if it cannot be saved."""
+    """Views of everything this rank must save; raises if something cannot be saved."""
     if request.keep is not None and request.keep < 1:
         raise CheckpointError(f"keep must be at least 1, got {request.keep}")
     _check_json("extra", request.extra)
@@ -153,7 +153,7 @@ def look(request: SaveRequest, ranks: int) -> Seen:
 def prepare(
     request: SaveRequest, ranks: Ranks, see: Callable[[], Seen], before: WritePlan | None = None
 ) -> Prepared:
-    """Everything that can go wrong before something is written. Collective.
+    """Run all checks that can fail before anything is written. Collective.
 
     `before` is the plan of an earlier save, if what this rank holds is still the same.
     """
@@ -189,7 +189,7 @@ def prepare(
 
 
 def write(prepared: Prepared, values: Values) -> None:
-    """Write the files and move them to their place. Collective, on the group it was prepared on."""
+    """Write the files and rename the folder. Collective, on the group of `prepare`."""
     request, ranks, unfinished, folder, seen, plan = prepared
     writer = FORMATS[request.format].writer
     boxes = Boxes(values, objects_in(seen.state_dict))
@@ -222,7 +222,7 @@ def write(prepared: Prepared, values: Values) -> None:
 
 
 def give_up(unfinished: Unfinished | None, ranks: Ranks, error: BaseException) -> None:
-    """Leave nothing behind; what all ranks raise, they raise when that is done."""
+    """Delete what was written, then raise the error on all ranks."""
     if unfinished is not None:
         unfinished.abandon()
     if isinstance(error, CheckpointError):
@@ -230,7 +230,7 @@ def give_up(unfinished: Unfinished | None, ranks: Ranks, error: BaseException) -
 
 
 def facts_of(name: str, ranks: int, groups: list[GroupFacts], extra: Any) -> dict[str, Any]:
-    """The facts that the index has beside the tensors, in this order."""
+    """Entries of the index beside the tensors, in a fixed order."""
     return {
         WRITTEN_AS: name,
         "samestep": __version__,
@@ -244,7 +244,7 @@ def facts_of(name: str, ranks: int, groups: list[GroupFacts], extra: Any) -> dic
 
 
 def _check_json(what: str, value: Any) -> None:
-    """Raise unless JSON gives it back, but for tuples."""
+    """Raise unless a value survives a round trip through JSON; tuples may become lists."""
     try:
         json.dumps(value, allow_nan=False)
         _refuse_other_keys(value)
@@ -253,7 +253,7 @@ def _check_json(what: str, value: Any) -> None:
 
 
 def _refuse_other_keys(value: Any) -> None:
-    """JSON would make texts of numbers, and `MultiStepLR` would not find its milestones."""
+    """Refuse dict keys that are not str, which JSON would turn into text."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             if not isinstance(key, str):
@@ -270,7 +270,7 @@ def _refuse_other_keys(value: Any) -> None:
 
 
 class SaveHandle:
-    """A save that goes on while training does."""
+    """A save that runs in the background."""
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
         self.path = path
@@ -287,11 +287,11 @@ class SaveHandle:
             self._problem = error
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Return when the checkpoint is on the disk; raises what went wrong, once."""
+        """Wait until the checkpoint is on disk; raises the error of the save, once."""
         self._thread.join()
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -303,7 +303,7 @@ _running: SaveHandle | None = None
 
 
 def finish_background() -> None:
-    """Wait for the save that is running; raises if it failed and nobody has been told yet."""
+    """Wait for a running save; raises its error if nobody has seen it."""
     global _running
     handle, _running = _running, None
     if handle is not None:
@@ -320,7 +320,7 @@ def async_save(
     keep: int | None = None,
     format: FormatName = "fully_reshardable",
 ) -> SaveHandle:
-    """`save`, but it returns when everything is copied to the host's memory. Collective.
+    """Like `save`, but returns when everything is copied to host memory. Collective.
 
     What this rank will write is copied, to buffers that later saves of the same model and
     optimizer use again; if nothing but values has changed since the last one, nobody waits for
@@ -359,7 +359,7 @@ def async_save(
 
 
 class HostCopies:
-    """Copies on the host of what a rank writes, and the plan that says what that is."""
+    """Copies in host memory of everything a rank writes, with the plan of the files."""
 
     def __init__(self) -> None:
         self._format = ""
@@ -367,7 +367,7 @@ class HostCopies:
         self._buffers: dict[MetadataIndex, Tensor] = {}
 
     def plan_for(self, name: str, planner: DefaultSavePlanner | None) -> WritePlan | None:
-        """The plan of the last save, if this is one of the same things in the same format."""
+        """The plan of the last save, if it was of the same tensors in the same format."""
         plan, held = self._plan, [] if planner is None else planner.plan.items
         return plan if plan is not None and (name, held) == (self._format, plan.held) else None
 
@@ -375,7 +375,7 @@ class HostCopies:
         self._plan = None
 
     def copy(self, plan: WritePlan, name: str, state_dict: Mapping[str, Any]) -> Values:
-        """Take the present values; gives what has them."""
+        """Copy the current values, and return the copies."""
         if plan is not self._plan:
             self._plan, self._format, self._buffers = plan, name, {}
         try:
@@ -409,14 +409,14 @@ _groups: "WeakKeyDictionary[dist.ProcessGroup, RankGroup]" = WeakKeyDictionary()
 
 
 def _staging_of(owner: object) -> HostCopies:
-    """The saver of an optimizer, or of a model without one; it lives as long as they do."""
+    """Host copies of an optimizer, or of a model without one, which live as long as it."""
     if owner is None:
         return HostCopies()
     return _stagings.setdefault(owner, HostCopies())
 
 
 def _own_group(task: str) -> Ranks:
-    """A group that training does not use, for the background; made once. Collective then."""
+    """A process group only for background saves; collective when first called."""
     ranks = all_ranks(task)
     if ranks.group is None:
         return ranks

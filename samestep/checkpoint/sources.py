@@ -1,4 +1,4 @@
-"""Sources: tensors of a checkpoint under our names, before anything is written."""
+"""Tensors of a checkpoint that is converted, under samestep's names, before anything is written."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Boxes = Iterable[tuple[Box, Values]]
 
 
 class SourceOptions(NamedTuple):
-    """The options of a source beside its path."""
+    """Options of a conversion beside the path."""
 
     optimizers: Sequence[Path] = ()
     names: Names | None = None
@@ -34,7 +34,7 @@ class SourceOptions(NamedTuple):
 
 @dataclass
 class Source:
-    """Tensors under our names, of which `read` gets the values; and what is left out."""
+    """Tensors under samestep's names, read by `read`, and a list of what is left out."""
 
     read: Callable[[MetadataIndex], Tensor]
     tensors: dict[str, TensorStorageMetadata]
@@ -54,7 +54,7 @@ class _Parts(NamedTuple):
 
 
 class Collected:
-    """Boxes of tensors from wherever they are found: views of mapped files, or read when asked.
+    """Collects boxes of tensors: views of mapped files, or read on demand.
 
     Options of parameters are gathered into groups of those that have the same.
     """
@@ -80,7 +80,7 @@ class Collected:
     def add_boxes(
         self, name: str, shape: torch.Size, dtype: torch.dtype, boxes: Boxes, origin: str
     ) -> None:
-        """Boxes whose values are here, or read when they are asked for."""
+        """Add boxes, whose values are given or read on demand."""
         parts = self._found.setdefault(name, _Parts(torch.Size(shape), dtype, origin, {}))
         if parts.shape != torch.Size(shape):
             raise CheckpointError(
@@ -90,17 +90,17 @@ class Collected:
         parts.boxes.update({one[0].offsets: one for one in boxes})
 
     def add_same(self, name: str, other: str) -> None:
-        """The names of tensors that are the same as another one."""
+        """Add further names for the same tensor."""
         self._found[name] = self._found[other]
 
     def add_step(self, name: str, count: Any, origin: str) -> None:
-        """A parameter's count of steps, if there is one and none is known yet."""
+        """Add a parameter's step count, if it is saved and not known yet."""
         key = state_key(name, "step")
         if count is not None and key not in self:
             self.add(key, step_tensor(count), origin)
 
     def add_options(self, place: Any, name: str, options: Mapping[str, Any]) -> None:
-        """`place` is that of their group: two of the same options stay two."""
+        """Add options of a group; `place` keeps groups with equal options apart."""
         key = f"{place} {sorted(options.items(), key=str)}"
         new: GroupFacts = {"params": [], "options": plain_options(options)}
         self._groups.setdefault(key, new)["params"].append(name)
@@ -113,7 +113,7 @@ class Collected:
         del self._found[name]
 
     def whole(self, name: str) -> Tensor:
-        """All of a tensor, read now."""
+        """Read a whole tensor."""
         parts = self._check(name)
         whole = torch.empty(parts.shape, dtype=parts.dtype)
         for box, values in parts.boxes.values():
@@ -136,7 +136,7 @@ class Collected:
         return _read(values)
 
     def _check(self, name: str) -> _Parts:
-        """Raise unless a tensor is whole."""
+        """Raise unless the boxes of a tensor cover it."""
         parts = self._found[name]
         problem = uncovered(parts.shape, [box for box, _ in parts.boxes.values()])
         if problem:
@@ -147,7 +147,7 @@ class Collected:
         return parts
 
     def source(self, **facts: Any) -> Source:
-        """All that was found; raises if a part of a tensor is missing."""
+        """Everything that was added; raises if part of a tensor is missing."""
         for name in self._found:
             self._check(name)
         return Source(self.read, self.tensors, self.origins, self.groups, **facts)
@@ -162,5 +162,5 @@ def model_name(name: str) -> str:
 
 
 def step_tensor(value: Any) -> Tensor:
-    """A count of steps as ours is kept: 0-D."""
+    """A step count as a tensor (), samestep's form."""
     return torch.as_tensor(value).to(torch.float32).reshape(())

@@ -1,4 +1,4 @@
-"""Converts optimizer state while a checkpoint is loaded, where its format differs from this one's.
+"""Converts optimizer state during a load where its stored format differs.
 
 State in another format (8 bits, 32 bits, blocks of another size) is read into tensors of its own
 first. Once everything was read, it is converted and written into the optimizer's state. A
@@ -46,7 +46,7 @@ class SecondRead(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """A plan for reading a checkpoint into the tensors of here.
+    """A plan for reading a checkpoint into present tensors.
 
     tensors: what the checkpoint's values are read into, by name.
     optional: names that one side may have alone, since only its format needs them.
@@ -70,7 +70,7 @@ def plan_reads(
     *,
     whole: bool = True,
 ) -> ReadPlan:
-    """Plan how to read a checkpoint into `tensors`; nothing is read or written here.
+    """Plan how to read a checkpoint into `tensors`, without reading.
 
     Args:
         tensors: Parameters and state of here, by name.
@@ -113,7 +113,7 @@ def plan_reads(
 def _format(
     values: Pieces | TensorStorageMetadata, scales: Pieces | TensorStorageMetadata | None
 ) -> str:
-    """The word of `state_dtypes` for the format of some state."""
+    """The word of `state_dtypes` for a format of state."""
     if scales is None:
         dtype = values.dtype if isinstance(values, Tensor) else values.properties.dtype
         return str(dtype).removeprefix("torch.")
@@ -127,7 +127,7 @@ def _shape(of: Pieces | TensorStorageMetadata) -> torch.Size:
 def _exchange_masters(
     wanted: Tensors, stored: Entries, with_remainder: Collection[str]
 ) -> tuple[set[str], list[SecondRead]]:
-    """Let parameters be read from stored main parameters, or these from them, if dtypes differ.
+    """Read parameters from stored main parameters, or the reverse, if dtypes differ.
 
     Changes `wanted`, and returns the names that have no counterpart then, and the second reads.
     """
@@ -155,23 +155,23 @@ def _exchange_masters(
 
 
 def _put_half(param: Tensor, value: Tensor) -> None:
-    """Weights are rounded as their remainders take it, on every rank that has them."""
+    """Round weights as their remainders expect, on every rank that holds them."""
     param.copy_(split_remainder(value.float())[0])
 
 
 def _put_edited(master: Tensor, weight: Tensor) -> None:
-    """Master copies were read into 32-bit weights: where stored weights differ, these count."""
+    """Let stored weights win over stored main parameters where they differ."""
     master.copy_(saved_value(weight.to(master.device), master))
 
 
 def _both(one: Pieces, other: Pieces | None) -> Pieces:
-    """Two tensors of the same shape that are read together."""
+    """Two tensors of one shape that are read together."""
     held = [*one.held, *(() if other is None else other.held)]
     return Pieces(one.shape, one.dtype, one.device, held)
 
 
 def _counts(optimizer: RuleOptimizer) -> set[str]:
-    """Counts of steps that no rule has: only rounding at random needs them."""
+    """Step counts that only stochastic rounding needs."""
     return {
         f"{STATE}.{whole_name(name)}.{STEP}"
         for index, group in enumerate(optimizer.param_groups)
@@ -181,7 +181,7 @@ def _counts(optimizer: RuleOptimizer) -> set[str]:
 
 
 def _of_whole_blocks(optimizer: RuleOptimizer) -> set[str]:
-    """State that has a few numbers for each block, such as a variance."""
+    """Whether state has a few numbers per block, such as a variance."""
     return {
         state_key(whole_name(name), key)
         for index, group in enumerate(optimizer.param_groups)
@@ -198,7 +198,7 @@ def _read_as(
     stored: TensorStorageMetadata,
     scale: TensorStorageMetadata | None,
 ) -> tuple[Pieces, Pieces | None, Callable[[], None]]:
-    """Tensors for the stored format: values, or codes and their scales, of the boxes of here.
+    """Temporary tensors in the stored format: values, or codes and scales.
 
     Returns them with a function that converts and writes them into `own`, which is in 8 bits if
     there is an `own_scale`.
@@ -229,18 +229,18 @@ def _read_as(
 
 
 def _neighbours(shape: torch.Size, scales: torch.Size) -> int:
-    """The number of elements of a row that share a scale."""
+    """Elements of a row that share a scale."""
     return shape[-1] // max(1, scales[-1])
 
 
 def _covering(box: Box, per: int) -> Box:
-    """The scales of all blocks that a box has some of."""
+    """Scales of all blocks that overlap a box."""
     first, last = box.offsets[-1] // per, -(-(box.offsets[-1] + box.sizes[-1]) // per)
     return Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
 
 
 def _decoded(codes: HeldBox, scales: HeldBox, per: int) -> Tensor:
-    """The values of a box, which may begin and end inside of blocks."""
+    """Values of a box that may begin and end inside quantization blocks."""
     begin = codes.box.offsets[-1] - scales.box.offsets[-1] * per
     width = scales.box.sizes[-1] * per
     whole = codes.tensor.new_zeros((*codes.box.sizes[:-1], width))
@@ -250,7 +250,7 @@ def _decoded(codes: HeldBox, scales: HeldBox, per: int) -> Tensor:
 
 
 def _read_flat(own: Pieces, stored: TensorStorageMetadata) -> tuple[Pieces, Callable[[], None]]:
-    """A tensor for all of one that has more dims in the checkpoint, and how to write its pieces."""
+    """A tensor for state that was stored with more dims, and how to copy from it."""
     whole = torch.empty(stored.size, dtype=stored.properties.dtype, device=own.device)
 
     def write() -> None:

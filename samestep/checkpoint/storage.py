@@ -1,4 +1,4 @@
-"""Format `fully_reshardable`: one file of raw values per rank, and an index in JSON, no pickle.
+"""Format `fully_reshardable`: one file of raw values per rank and a JSON index, without pickle.
 
 rank_0.bin, rank_1.bin, ...   boxes of tensors, each padded with zeros to a multiple of 64 bytes
 index.json                    where each box is, its checksum, and what the user gave
@@ -64,11 +64,11 @@ DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file and the way out."""
+    """Raised when a checkpoint cannot be written or read; names the file and the remedy."""
 
 
 class FileRange(NamedTuple):
-    """The place where a box is stored."""
+    """The file and bytes of a box."""
 
     file: str
     start: int
@@ -77,7 +77,7 @@ class FileRange(NamedTuple):
 
 
 class BoxWriter(StorageWriter, abc.ABC):
-    """A writer of one rank's boxes into a folder, and on the first rank of the index.
+    """Writes one rank's boxes into a folder, and on rank 0 the index.
 
     Plans are not changed on their way: they are complete before a writer is made.
 
@@ -91,10 +91,10 @@ class BoxWriter(StorageWriter, abc.ABC):
         self.folder, self.rank, self.facts = folder, rank, facts
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one checkpoint to the next."""
+        """Do nothing: no state is kept between checkpoints."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there."""
+        """Do nothing: the folder exists already."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -104,12 +104,12 @@ class BoxWriter(StorageWriter, abc.ABC):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is the name of a folder."""
+        """Whether the id is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
 class StoredCheckpoint(StorageReader, abc.ABC):
-    """A checkpoint on the disk: all files are there, in their sizes, and the index is right."""
+    """An opened checkpoint: all files exist with the right sizes, and the index is valid."""
 
     folder: Path
     content: dict[str, Any]
@@ -117,14 +117,14 @@ class StoredCheckpoint(StorageReader, abc.ABC):
 
     @abc.abstractmethod
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Raise unless every bit is right of this share."""
+        """Compare the checksums of this rank's share of the files."""
 
     @abc.abstractmethod
     def read(self, box: MetadataIndex) -> Tensor:
-        """The values of a box."""
+        """Read the values of a box."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Make sure that the checkpoint that is read is the one that was opened."""
+        """Check that dcp reads the checkpoint that was opened."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(dict(self.tensors))
@@ -132,7 +132,7 @@ class StoredCheckpoint(StorageReader, abc.ABC):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Note that the checkpoint is open."""
+        """Do nothing: the checkpoint is open already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -141,7 +141,7 @@ class StoredCheckpoint(StorageReader, abc.ABC):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Put stored values into the boxes that the plan asks for; the planner has them."""
+        """Copy stored values into the boxes of the plan."""
         for item in plan.items:
             target = planner.resolve_tensor(item)
             target.detach().copy_(self.read_item(item))
@@ -149,7 +149,7 @@ class StoredCheckpoint(StorageReader, abc.ABC):
         return done(None)
 
     def read_item(self, item: ReadItem) -> Tensor:
-        """The overlap of a stored box and a box here."""
+        """Read the overlap of a stored box and a requested box."""
         values = self.read(item.storage_index)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             values = values.narrow(dim, start, length)
@@ -157,19 +157,19 @@ class StoredCheckpoint(StorageReader, abc.ABC):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is the name of a folder."""
+        """Whether the id is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
 
 def done(value: T) -> Future[T]:
-    """A future of what is there already."""
+    """A completed future."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 class WritePlan(NamedTuple):
-    """The plan of what this rank writes; on the first rank also of what all of them write."""
+    """What this rank writes, and on rank 0 what all ranks write."""
 
     held: list[WriteItem]  # before anything was left to others
     items: list[WriteItem]
@@ -184,7 +184,7 @@ Values = Callable[[WriteItem], Any]  # a tensor, or bytes of what is none
 
 
 class RawWriter(BoxWriter):
-    """Writes the format of this module."""
+    """Writes the format `fully_reshardable`."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         places = write_boxes(self.folder, self.rank, plan.items, planner.resolve_data)
@@ -197,7 +197,7 @@ class RawWriter(BoxWriter):
 
 
 def write_boxes(folder: Path, rank: int, items: Sequence[WriteItem], values: Values) -> Places:
-    """Write a rank's boxes one after the other; they are on the disk when it returns.
+    """Write a rank's boxes, and wait until they are on disk.
 
     Checksums are computed meanwhile, of what is in memory and not of what was written.
     """
@@ -218,7 +218,7 @@ def write_boxes(folder: Path, rank: int, items: Sequence[WriteItem], values: Val
 
 
 def _append(file: BinaryIO, tensor: Tensor) -> tuple[int, int]:
-    """Write a contiguous tensor and its padding; gives where it starts and its bytes."""
+    """Write a contiguous tensor with padding; returns its offset and size in bytes."""
     start = file.tell()
     for part in torch.split(tensor.view(-1), AT_ONCE // tensor.element_size()):
         host = part.cpu()
@@ -238,7 +238,7 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
 
 
 def write_index(folder: Path, metadata: Metadata, places: Places, facts: Mapping[str, Any]) -> None:
-    """Say where everything is that ranks have written; the last file of a checkpoint."""
+    """Write the index: where each box of each rank is stored."""
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -261,7 +261,7 @@ def sizes_in(folder: Path, files: Iterable[str]) -> dict[str, int]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """With its checksum beside it; on the disk when it returns."""
+    """Write a JSON file and its checksum, and wait until both are on disk."""
     text = json.dumps(content, allow_nan=False).encode() + b"\n"
     for file_path, data in ((path, text), (_beside(path), _sha256_line(path, text))):
         with file_path.open("xb") as file:
@@ -270,7 +270,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or what names there are in a folder, is on the disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -282,7 +282,7 @@ def sync(path: Path) -> None:
 
 
 class Index(StoredCheckpoint):
-    """The index of a checkpoint; every file that it names is there, in its size.
+    """The index of a checkpoint whose files exist with the right sizes.
 
     So is every box, and boxes are all of each tensor. Those of one rank need not be (`alone`).
     """
@@ -343,7 +343,7 @@ class Index(StoredCheckpoint):
         return boxes
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Raise unless every bit is right of this share of the boxes and of their padding."""
+        """Compare the checksums of this rank's share of boxes, and check their padding."""
         for index, place in list(self.places.items())[share::shares]:
             right = int(checksum(self._files.bytes_of(place))) == place.checksum
             if not right or self._files.padding_of(place).any():
@@ -354,7 +354,7 @@ class Index(StoredCheckpoint):
                 )
 
     def read(self, box: MetadataIndex) -> Tensor:
-        """The values of a box, in its shape; a view of the file."""
+        """The values of a box in its shape, as a view of the file."""
         dtype = self.tensors[box.fqn].properties.dtype
         return self._files.bytes_of(self.places[box]).view(dtype).view(self._sizes[box])
 
@@ -364,13 +364,13 @@ def in_boxes(
     dtype: torch.dtype,
     boxes: Iterable[tuple[Sequence[int], Sequence[int]]],
 ) -> TensorStorageMetadata:
-    """A tensor in the words of torch.distributed.checkpoint; of each box offsets and sizes."""
+    """Storage metadata of torch.distributed.checkpoint for a tensor in boxes."""
     chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a checkpoint, if this version can read it."""
+    """Read the index of a checkpoint, if this version supports its format."""
     with claims_of(folder / INDEX):
         content = read_json(inside(folder, INDEX))
         found = content.get("format")
@@ -385,7 +385,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def claims_of(path: Path) -> Iterator[None]:
-    """Inside, errors about claims of a file or folder name it, and say the way out."""
+    """Context that adds the file and the remedy to a ClaimError."""
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -408,7 +408,7 @@ def _not_as_claimed(path: Path, why: str) -> str:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise unless every file is there, in its size."""
+    """Raise unless every file exists with its size."""
     for name, size in sizes.items():
         with claims_of(folder / INDEX):
             path = inside(folder, name)
@@ -423,7 +423,7 @@ def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def mapped(path: Path) -> memoryview:
-    """The bytes of a regular file, which are read when they are looked at."""
+    """Map a regular file into memory."""
     if file_size(path) is None and path.exists():
         raise OSError(f"{path} is no regular file")
     with path.open("rb") as file:
@@ -431,7 +431,7 @@ def mapped(path: Path) -> memoryview:
 
 
 class Files:
-    """The files of a checkpoint, mapped into memory when first asked for.
+    """The files of a checkpoint, mapped into memory on demand.
 
     They are unmapped once neither this nor a tensor looks at them.
     """
@@ -441,11 +441,11 @@ class Files:
         self._maps: dict[str, memoryview] = {}
 
     def bytes_of(self, place: FileRange) -> Tensor:
-        """The bytes of a box; a view of the file."""
+        """The bytes of a box, as a view of the file."""
         return self._between(place.file, place.start, place.start + place.size)
 
     def padding_of(self, place: FileRange) -> Tensor:
-        """The bytes from its end to the next multiple of the alignment."""
+        """The padding bytes after a box."""
         end = place.start + place.size
         return self._between(place.file, end, end + -end % ALIGNMENT)
 
@@ -453,7 +453,7 @@ class Files:
         return self._between(name, 0, (self._folder / name).stat().st_size)
 
     def part_of(self, name: str, start: int, size: int) -> memoryview:
-        """Some bytes of a file; they are in it."""
+        """A range of bytes of a file."""
         if name not in self._maps:
             self._maps[name] = mapped(self._folder / name)
         return self._maps[name][start : start + size]
@@ -466,7 +466,7 @@ class Files:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object whose checksum is right."""
+    """Read a JSON object whose checksum is correct."""
     with claims_of(path):
         text, checksums = (_read_all(file) for file in (path, _beside(path)))
         if checksums != _sha256_line(path, text):
@@ -484,7 +484,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_all(path: Path) -> bytes:
-    """All of a regular file, which is where it seems to be."""
+    """Read a regular file that is reached without links."""
     if path.exists() and file_size(inside(path.parent, path.name)) is None:
         raise ClaimError(f"{path} is no regular file")
     return path.read_bytes()

@@ -1,4 +1,4 @@
-"""Format `fsdp_dtensor`: a folder of torch.distributed.checkpoint, and our index beside its files.
+"""Format `fsdp_dtensor`: files of torch.distributed.checkpoint with samestep's index beside them.
 
 .metadata, __0_0.distcp, __1_0.distcp, ...   what torch writes and reads
 index.json, index.json.sha256                checksums of these files, options, and what was given
@@ -75,7 +75,7 @@ OF_TORCH: dict[str, dict[str, Any]] = {
 
 
 def torch_state_dict(tensors: Tensors, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """{"model": ..., "optimizer": ...} as torch's `get_state_dict` gives it."""
+    """{"model": ..., "optimizer": ...} in the form of torch's `get_state_dict`."""
     model: dict[str, Any] = {}
     state: dict[str, dict[str, Any]] = {}
     for whole_name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def torch_state_dict(tensors: Tensors, facts: Mapping[str, Any]) -> dict[str, An
 
 
 class TorchWriter(dcp.FileSystemWriter):
-    """torch's own writer; with the checksums of its files, and our index beside them."""
+    """torch's file writer, which also writes checksums and samestep's index."""
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         super().__init__(folder, overwrite=True)
@@ -117,7 +117,7 @@ class TorchWriter(dcp.FileSystemWriter):
         return done([*results, *(WriteResult(MetadataIndex(n), 0, s) for n, s in sums.items())])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata as torch does, then the index."""
+        """Write torch's metadata, then samestep's index."""
         folder, sums = Path(self.path), Checksums()
         files: list[list[WriteResult]] = [[] for _ in results]
         for own, of_rank in zip(files, results, strict=True):
@@ -141,7 +141,7 @@ def _checksums(folder: Path, names: Any) -> Checksums:
 
 
 class TorchFiles(StoredCheckpoint):
-    """A folder of torch's; with our index if `save` has written it, and without checksums if not.
+    """Reads a folder of torch.distributed.checkpoint; checksums only if samestep wrote it.
 
     Nothing in it is executed. Its tensors are whole, and what is announced of them is compared
     with the files before anything is read.
@@ -198,11 +198,11 @@ class TorchFiles(StoredCheckpoint):
         self.tensors, self.origins = self._found.tensors, self._found.origins
 
     def read(self, box: MetadataIndex) -> Tensor:
-        """The values of a box."""
+        """Read the values of a box."""
         return self._found.read(box)
 
     def _translate(self, state: Mapping[str, Mapping[str, str]]) -> None:
-        """State and options of an optimizer of others in our words."""
+        """Translate state and options of other optimizers into samestep's names."""
         groups = _groups(self.folder, self._metadata)
         known = {name for group in groups for name in group["params"]}
         without = [name for name in state if name not in known]
@@ -227,7 +227,7 @@ class TorchFiles(StoredCheckpoint):
         self._found.add_boxes(name, shape, dtype, chunks, key)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Raise unless every bit is right of this share of the files."""
+        """Compare the checksums of this rank's share of the files."""
         self._compare(list(self._sums)[share::shares])
 
     def _compare(self, names: list[str]) -> None:
@@ -241,7 +241,7 @@ class TorchFiles(StoredCheckpoint):
 
 
 class Entry(NamedTuple):
-    """A tensor of the files, and what reads each chunk of it."""
+    """A stored tensor, with a reader for each of its chunks."""
 
     key: str
     shape: torch.Size
@@ -250,7 +250,7 @@ class Entry(NamedTuple):
 
 
 def entries_in(metadata: Metadata, load: Callable[[MetadataIndex], Any]) -> dict[str, Entry]:
-    """All that are tensors."""
+    """All stored tensors."""
     found = {}
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -268,7 +268,7 @@ def _flat(read: Callable[[], Tensor]) -> Tensor:
 
 
 def _groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
-    """Options of groups, in both forms: a list of groups, or options per parameter."""
+    """Options of groups from either form: a list of groups, or options per parameter."""
     groups: dict[Any, Any] = {}
     single: dict[str, dict[str, Any]] = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -292,7 +292,7 @@ def _groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts of places as the lists that they were."""
+    """Turn dicts whose keys are indices back into lists."""
     if isinstance(value, dict):
         entries = {key: _with_lists(entry) for key, entry in value.items()}
         numbered = bool(entries) and all(isinstance(key, int) for key in entries)
@@ -301,7 +301,7 @@ def _with_lists(value: Any) -> Any:
 
 
 class Place:
-    """The place of an entry in the files."""
+    """File and bytes of an entry."""
 
     relative_path: str
     offset: int
@@ -310,7 +310,7 @@ class Place:
 
 
 def load_entry(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
-    """One entry; its tensors are views of the file."""
+    """Load one entry as views of the file."""
     info = metadata.storage_data[index]
     path = folder / info.relative_path
     if info.transform_descriptors:
@@ -334,7 +334,7 @@ def load_entry(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
 def _load_chunk(
     load: Callable[[MetadataIndex], Any], index: MetadataIndex, box: Box, dtype: torch.dtype
 ) -> Tensor:
-    """The values of a box, as the metadata has announced them."""
+    """Load a chunk, checked against the metadata."""
     found = load(index)
     if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (box.sizes, dtype):
         there = f"{tuple(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found)
@@ -349,7 +349,7 @@ def _load_chunk(
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata that torch has of a folder; every file in it is there, and large enough."""
+    """Read torch's metadata, and check that all files exist and are large enough."""
     path = folder / METADATA
     with claims_of(path):
         found = _unpickled(inside(folder, METADATA))
@@ -421,14 +421,14 @@ def _place_of(metadata: Metadata, index: MetadataIndex) -> Place:
 
 
 class _Note:
-    """Stands for what metadata has beside what is read of it."""
+    """Placeholder for parts of the metadata that are not used."""
 
     def __init__(self, *_: Any) -> None:
         pass
 
 
 def _new(kind: type) -> Callable[..., Any]:
-    """Makes an object without calling its class, whose fields come with its state."""
+    """Make an object without calling its class; its fields are set with its state."""
 
     def make(*arguments: Any) -> Any:
         if arguments:
@@ -439,7 +439,7 @@ def _new(kind: type) -> Callable[..., Any]:
 
 
 def _fields(**kinds: tuple[type, ...]) -> Callable[[Any, Any], None]:
-    """Gives an object those fields, each of one of its types; all without None must be there."""
+    """Set fields of an object, each of an allowed type; fields without None are required."""
 
     def build(made: Any, state: Any) -> None:
         found = state if type(state) is dict else {}
@@ -470,12 +470,12 @@ def _fill_place(made: Any, state: Any) -> None:
 
 
 def _memory_format(number: Any) -> torch.memory_format:
-    """By the numbers of torch's enum, since memory formats cannot be pickled."""
+    """A memory format by torch's number for it."""
     return MEMORY_FORMATS[whole_number(number, "a memory format")]
 
 
 def _nothing(_: Any, __: Any) -> None:
-    """For states that nobody reads."""
+    """Ignore a state."""
 
 
 NONE = type(None)

@@ -1,1 +1,1 @@
-"""Checkpoints of other packages, each read into a `Source` of ours; none of them is imported."""
+"""Readers of checkpoints of other packages, each into a `Source`; none of them is imported."""

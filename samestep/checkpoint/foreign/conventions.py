@@ -1,4 +1,4 @@
-"""Conventions of others for the same state: momentum as a sum, counts, options.
+"""Conversions between conventions of state: momentum as sum or average, step counts, options.
 
     sum   s <- mu s + g                  ema   m <- mu m + (1 - mu) g  =  (1 - mu) s
 
@@ -27,7 +27,7 @@ NUMBERS = ("lr", "initial_lr", "weight_decay", "momentum", "maximize", "variance
 
 
 def with_preset(source: Source, preset: str | None) -> Source:
-    """The state for an optimizer of a preset; momentum is rescaled where its form differs."""
+    """Convert state for an optimizer with a preset; momentum is rescaled where its form differs."""
     if preset is None:
         return source
     factors: dict[str, float] = {}
@@ -88,7 +88,7 @@ def _scaled(source: Source, factors: Mapping[str, float]) -> Any:
 
 
 def with_step(source: Source, step: int | None) -> Source:
-    """The state with a count of steps for every parameter of AdamW."""
+    """Add a step count to the state of every AdamW parameter."""
     if step is None:
         return source
     count = torch.tensor(float(step))
@@ -106,7 +106,7 @@ def with_step(source: Source, step: int | None) -> Source:
 
 
 def checked(source: Source) -> None:
-    """Raise if a rule could not go on from state and options that were found."""
+    """Raise if a rule could not continue from the converted state and options."""
     for group in source.groups:
         options = options_from(group["options"])
         name = group["params"][0]

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: ZeRO 1, 2 and 3, and universal ones.
+"""Reads checkpoints of DeepSpeed: ZeRO 1, 2 and 3, and universal ones.
 
 *_model_states.pt    the model (empty in ZeRO 3), and names and shapes of each group's parameters
 *_optim_states.pt    of each rank its range of every group: main parameters and state, flat
@@ -45,7 +45,7 @@ State = Mapping[str, Any]
 
 
 def folder_of(path: Path) -> Path | None:
-    """The checkpoint in a folder: itself, or the one that `latest` names; None if there is none."""
+    """The checkpoint in a folder: itself, or the one that `latest` names; None if neither."""
     latest = path / LATEST
     if latest.is_file():
         path = pointed(path, LATEST)
@@ -54,7 +54,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def read(path: Path, given: SourceOptions) -> Source:
-    """All of a checkpoint, or its model alone; of tensor parallel ranks if it is universal."""
+    """Read a checkpoint, or only its model; tensor parallel ones must be universal."""
     folder = folder_of(path)
     if folder is None:
         raise CheckpointError(
@@ -105,14 +105,14 @@ def read(path: Path, given: SourceOptions) -> Source:
 
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
-    """Files in the order of ranks: 10 after 9."""
+    """Sort files by rank as a number."""
     return sorted(
         folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
     )
 
 
 def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, whole: bool) -> None:
-    """Parameters and buffers as the model has them; in ZeRO 3 the main parameters are the model's.
+    """Add parameters and buffers of the model; in ZeRO 3 from the main parameters.
 
     So they are with tensor parallel, where files have parts (`whole` is False). Main parameters
     stay beside as master weights where the model's are of 16 bits.
@@ -146,7 +146,7 @@ def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, wh
 
 
 class _Into:
-    """The places of a parameter's ranges, and its state: found once for all ranks."""
+    """The places of a parameter's ranges and its state, collected over all ranks."""
 
     def __init__(self, only: str | None) -> None:
         self.collected, self._only = Collected(), only
@@ -165,7 +165,7 @@ class _Into:
 def _add_ranges(
     files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into, stage: int
 ) -> None:
-    """The ranges that each rank has of every parameter."""
+    """Add the ranges of every parameter that each rank has saved."""
     base, fp32 = "base_optimizer_state", "single_partition_of_fp32_groups"
     if stage == 3:
         base, fp32 = "optimizer_state_dict", "fp32_flat_groups"
@@ -209,7 +209,7 @@ def _add_ranges(
 
 
 def _equal_ranges(shapes: State, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
-    """The places of parameters in a rank's flat group of ZeRO 3: start and elements."""
+    """Start and length of each parameter in a rank's flat group of ZeRO 3."""
     found, start = {}, 0
     for name, sizes in shapes.items():
         share = -(-prod(sizes) // ranks)
@@ -219,7 +219,7 @@ def _equal_ranges(shapes: State, rank: int, ranks: int) -> dict[str, tuple[int, 
 
 
 def _told_ranges(file: Path, own: State, number: int) -> dict[str, tuple[int, int]]:
-    """The places of parameters in ZeRO 1 and 2, where the file says it."""
+    """Start and length of each parameter in ZeRO 1 and 2, from param_slice_mappings."""
     places = own.get("param_slice_mappings")
     if places is None:
         raise CheckpointError(
@@ -231,7 +231,7 @@ def _told_ranges(file: Path, own: State, number: int) -> dict[str, tuple[int, in
 
 
 def _entries(base: Any, own: State) -> tuple[list[State], list[dict[str, Any]]]:
-    """State of each group and its options; elastic checkpoints have a list without options."""
+    """State and options of each group; elastic checkpoints have a list without options."""
     if isinstance(base, Mapping):
         return [base["state"][number] for number in sorted(base["state"])], base["param_groups"]
     step = own.get("base_optimizer_state_step")
@@ -239,7 +239,7 @@ def _entries(base: Any, own: State) -> tuple[list[State], list[dict[str, Any]]]:
 
 
 def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> None:
-    """zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt, and the options in zero/optimizer_state.pt.
+    """Add zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt and the options of a universal checkpoint.
 
     Shapes are those of the model's files, if these are of whole parameters.
     """
@@ -275,7 +275,7 @@ def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> N
 
 
 def _universal_options(folder: Path) -> list[dict[str, Any]]:
-    """Options of groups, with the count of steps where there is one."""
+    """Options of the groups, with the step count where it is saved there."""
     path = folder / "zero" / "optimizer_state.pt"
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Dialects: state and options of other optimizers in our words.
+"""Translates state and options of other optimizers into samestep's names and forms.
 
 Which rule a parameter had is told by the keys of its state, and of whom it is by the keys of its
 group. Where the same state would mean another update here, it is refused.
@@ -32,7 +32,7 @@ OTHERS = {  # their state means nothing here
 
 
 class Meaning(NamedTuple):
-    """The state of one parameter, in our words."""
+    """The state of one parameter in samestep's names."""
 
     rule: str
     keys: dict[str, str]  # theirs: ours
@@ -41,7 +41,7 @@ class Meaning(NamedTuple):
 
 
 def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
-    """In our words what a parameter's state has; raises if it has no counterpart."""
+    """Translate a parameter's state; raises if samestep has no equivalent."""
     if "rule" in group:  # ours
         own = {key: key for key in keys}
         group = without_keys_for_torchs_muon(group)
@@ -115,7 +115,7 @@ def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
 
 
 def _of_moonlight(group: Group) -> dict[str, Any]:
-    """Whether groups have the options of both rules, under names of their own."""
+    """Whether groups have options of both rules under Moonlight's names."""
     spelled = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
     same = {"ns_steps": group["ns_steps"]} if "ns_steps" in group else {}
     return (
@@ -124,14 +124,14 @@ def _of_moonlight(group: Group) -> dict[str, Any]:
 
 
 def _form_of(preset: str) -> dict[str, Any]:
-    """Options of Muon that a state file does not tell: how it sums, and its divisor."""
+    """Options of Muon that a state file lacks: the form of its momentum, and its divisor."""
     keys = ("momentum_form", "nesterov", "orthogonalize", "eps", "eps_form", "adjust_lr")
     options = preset_options(preset, "muon")
     return {key: options[key] for key in keys if key in options}
 
 
 def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
-    """The optimizers of github.com/microsoft/dion: momentum is a sum, mu m + g."""
+    """Translate options of github.com/microsoft/dion, whose momentum is a sum, mu m + g."""
     algorithm = group["algorithm"]
     numbers = _numbers(group) | {"eps": group["epsilon"]}
     if algorithm == "adamw":
@@ -166,7 +166,7 @@ def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
 
 
 def _dions_rate(adjust_lr: str | None) -> str | None:
-    """The name of a state tensor here; where there is none it stays, and is refused."""
+    """Translate the name of a state tensor of dion; unknown ones are kept, and refused later."""
     ours = {"rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
     return adjust_lr if adjust_lr is None else ours.get(adjust_lr, adjust_lr)
 
@@ -176,7 +176,7 @@ def _numbers(group: Group) -> dict[str, Any]:
 
 
 def _known(rule: str, options: Group) -> dict[str, Any]:
-    """The options of a rule that a group has, with plain numbers."""
+    """The options of a group that its rule has, as plain numbers."""
     keys = ("maximize", "initial_lr", *RULES[rule].defaults)
     kept = {key: options[key] for key in keys if key in options}
     plain = {
@@ -187,7 +187,7 @@ def _known(rule: str, options: Group) -> dict[str, Any]:
 
 
 class Translated(NamedTuple):
-    """A parameter's state, with the count of steps that its group has in its place."""
+    """A parameter's state, with the step count that its group had."""
 
     name: str
     meaning: Meaning
@@ -197,7 +197,7 @@ class Translated(NamedTuple):
 def in_our_words(
     collected: Collected, groups: Iterable[Group], keys_of: Mapping[str, Collection[str]]
 ) -> list[Translated]:
-    """Take options of groups whose "params" are names; those with state have keys in `keys_of`."""
+    """Translate groups whose "params" are names; `keys_of` has the state keys of each."""
     found = []
     for place, group in enumerate(groups):
         for name in group["params"]:

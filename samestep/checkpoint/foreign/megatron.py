@@ -1,4 +1,4 @@
-"""Distributed checkpoints of Megatron (format torch_dist: files of torch.distributed.checkpoint).
+"""Reads distributed checkpoints of Megatron in the format torch_dist.
 
 optimizer.state.KEY.NAME    state in the shape of the model (`fully_reshardable`), or with the last
                             dim flat (`fully_sharded_model_space`); main parameters are fp32_param
@@ -64,7 +64,7 @@ ALIGNMENT = 64  # of the start of a parameter in a bucket, in elements
 
 
 def folder_of(path: Path) -> Path | None:
-    """The checkpoint in a folder: itself, or its newest iteration; None if there is none."""
+    """The checkpoint in a folder: itself, or its newest iteration; None if neither."""
     if (path / LATEST).is_file():
         newest = pointed(path, LATEST)
         is_number = newest.name.isdecimal()
@@ -79,7 +79,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def read(path: Path, given: SourceOptions) -> Source:
-    """All of a checkpoint, or its model alone.
+    """Read a checkpoint, or only its model.
 
     Names or a model give the order of parameters for dp_reshardable. Where the count of steps is
     given, common.pt is left out if it cannot be read.
@@ -160,7 +160,7 @@ def read(path: Path, given: SourceOptions) -> Source:
 
 
 def _layers(entry: Entry, name: str | None = None) -> Iterator[tuple[str, Entry]]:
-    """Parameters by our names: of a stack of layers one after the other."""
+    """Names of a stack's layers, and each layer's slice."""
     name = entry.key if name is None else name
     found = STACKED.fullmatch(name)
     if found is None:
@@ -182,7 +182,7 @@ def _of_layer(read: Callable[[], Tensor], place: int) -> Tensor:
 
 
 def _unflattened(entry: Entry, shape: torch.Size) -> Entry:
-    """State in the shape of its parameter.
+    """Reshape flat state to the shape of its parameter.
 
     In fully_sharded_model_space a tensor of (X, Y) in parts of (x, y) is one of (X/x, Y/y, x y),
     whose last dim is cut anywhere.
@@ -215,7 +215,7 @@ def _range(read: Callable[[], Tensor], start: int, sizes: tuple[int, ...]) -> Te
 
 
 def _param_groups(content: Any, count: Any = None) -> Iterator[dict[str, Any]]:
-    """Groups, wherever they are; with the count of steps, where it is beside them."""
+    """The param_groups of the optimizer, with the step count where it is saved apart."""
     if isinstance(content, Mapping):
         state = content.get("state")
         count = state.get("common_step", count) if isinstance(state, Mapping) else count
@@ -237,7 +237,7 @@ def _add_options(
     options: Sequence[Mapping[str, Any]],
     left: list[str],
 ) -> None:
-    """The rule and options of a parameter, and its count of steps."""
+    """Add the rule, options and step count of a parameter."""
     held = [key for key in keys if key not in MAIN]
     fitting = [g for g in options if ("betas" in g) == ("exp_avg" in held)] or list(options)
     bare = len(shape) < 2 or name.endswith(".bias")
@@ -282,7 +282,7 @@ def _from_buckets(
     dtypes: Mapping[str, torch.dtype],
     collected: Collected,
 ) -> dict[str, dict[str, None]]:
-    """Take parameters' state out of buckets; gives the keys of each.
+    """Extract the state of parameters from flat buckets; returns the keys of each.
 
     Buckets of a buffer have its parameters in reverse order, each from a multiple of 64 elements
     on; a bucket ends with a parameter.
@@ -335,7 +335,7 @@ def _from_buckets(
 
 
 def _check_main(folder: Path, name: str, collected: Collected) -> None:
-    """Raise unless a bucket's main parameter is the model's: shapes alone do not tell the order."""
+    """Raise unless a bucket's main parameter equals the model's: shapes do not prove the order."""
     model = collected.whole(model_name(name))
     main = collected.whole(state_key(name, MASTER))
     if not torch.equal(main.to(model.dtype), model):
@@ -353,7 +353,7 @@ def _no_fit(folder: Path, bucket: int, name: str, stop: int, size: int) -> Check
 
 
 def _cut(entry: Entry, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Any]:
-    """Boxes of a parameter that is at start..stop-1 of a bucket."""
+    """Boxes of a parameter that occupies elements start to stop - 1 of a bucket."""
     for box, read in entry.chunks:
         first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
         done = first - box.offsets[0]

@@ -1,4 +1,4 @@
-"""Names of parameters: where files have numbers, and where names are others here."""
+"""Assigns names to parameters that files number, and renames parameters."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Shapes = Mapping[Any, torch.Size | None]
 
 
 def names_in(path: Path) -> list[list[str]]:
-    """The names in a JSON file, as lists; a single list is one list."""
+    """Read lists of names from a JSON file; one flat list becomes a single group."""
     found = read_json(path)
     lists = [found] if isinstance(found, list) and found and isinstance(found[0], str) else found
     if not isinstance(lists, list) or not all(
@@ -43,7 +43,7 @@ def as_lists(names: Names) -> list[list[str]]:
 
 
 def by_groups(where: object, groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
-    """The name of every number, from lists of names: one of all, or one per group."""
+    """Map numbers of parameters to names, from one list for all or one list per group."""
     lists = as_lists(names)
     sizes = [len(group["params"]) for group in groups]
     numbers = [number for group in groups for number in group["params"]]
@@ -59,7 +59,7 @@ def by_groups(where: object, groups: Sequence[Mapping[str, Any]], names: Names) 
 
 
 def check_shapes(where: object, names: Mapping[Any, str], shapes: Shapes, known: Shapes) -> None:
-    """Raise if state cannot be that of the parameter of its name; `known` are those by name."""
+    """Raise if the shape of some state does not fit the parameter of its name."""
     for number, name in names.items():
         found, wanted = shapes.get(number), known.get(name)
         if found is not None and wanted is not None and found != wanted:
@@ -71,7 +71,7 @@ def check_shapes(where: object, names: Mapping[Any, str], shapes: Shapes, known:
 
 
 def groups_of_trainer(model: nn.Module) -> list[list[str]]:
-    """Names as Hugging Face's Trainer sorts them: with weight decay first, then without."""
+    """Names in the order of Hugging Face's Trainer: with weight decay, then without."""
     norms = {
         f"{module}.{name}" if module else name
         for module, owner in model.named_modules()
@@ -91,7 +91,7 @@ def names_of(model: nn.Module) -> list[str]:
 
 
 def rename_rule(text: str) -> tuple[str, str]:
-    """`regex=replacement`; split at the last "=", since a regex may have some."""
+    """Parse `regex=replacement`, split at the last "="."""
     pattern, equals, replacement = text.rpartition("=")
     if not equals:
         raise CheckpointError(f"--rename {text!r} is not of the form regex=replacement")
@@ -99,7 +99,7 @@ def rename_rule(text: str) -> tuple[str, str]:
 
 
 def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
-    """Tensors under other names; every rule must fit one, and no two may become the same."""
+    """Rename tensors; every rule must match one, and no two may get the same name."""
     if not rules:
         return source
     new = {name: name for name, _ in map(name_and_key, source.tensors)}
@@ -138,7 +138,7 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
 
 
 def _cuts_renamed(options: dict[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
-    """The cuts of rows under other names: they are by name too."""
+    """Rename the keys of split_sizes, which are names too."""
     cuts = options.get("split_sizes")
     if not isinstance(cuts, dict):
         return options

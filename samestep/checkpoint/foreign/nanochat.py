@@ -1,4 +1,4 @@
-"""Optimizer files of nanochat (github.com/karpathy/nanochat).
+"""Reads optimizer files of nanochat (github.com/karpathy/nanochat).
 
 They are one per rank, with parameters by number and Muon's state in stacks. Muon's state of a group
 is that of its first parameter: in the file of rank r the matrices r k to r k + k - 1 of the group,
@@ -33,7 +33,7 @@ def is_nanochat(opt: Content) -> bool:
 
 
 def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
-    """The optimizer's files of all ranks, of which `path` is that of the first."""
+    """Read the optimizer files of all ranks; `path` is that of rank 0."""
     if names is None:
         raise CheckpointError(
             f"{path} is a checkpoint of nanochat, whose optimizer state has no names of "
@@ -66,7 +66,7 @@ def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
 
 
 def files_of_all_ranks(path: Path) -> list[Path]:
-    """The file of the first rank, and those of the others beside it."""
+    """The file of rank 0 and those of the other ranks beside it."""
     found = re.fullmatch(r"(.*_rank)0(\.\w+)", path.name)
     if found is None:
         raise CheckpointError(f"{path} is not named *_rank0.pt: give the file of the first rank")

@@ -1,4 +1,4 @@
-"""Files of others, read without running what is in them.
+"""Reads other packages' files without running code in them.
 
 Files of torch.save give tensors and plain values. A few classes that packages put beside these
 become empty shells: they are known by name, and neither they nor their packages are imported.
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 def load(path: Path, shells: Iterable[str] = ()) -> Any:
-    """The contents of a file of torch.save; mapped, not read. `shells`: full names of classes."""
+    """Map a file of torch.save into memory and read its contents."""
     try:
         return read_archive(mapped(path), shells)
     except PickleError as error:

@@ -1,4 +1,4 @@
-"""Files of torch.save: state dicts of models, of torch's optimizers, and of dion's.
+"""Reads files of torch.save: state dicts of models and of torch's and dion's optimizers.
 
 An optimizer's state dict knows parameters by number, and by name if it was built of
 `named_parameters()`. Several optimizers side by side are a list of state dicts, or several files.
@@ -36,7 +36,7 @@ Values = dict[str, Tensor]
 
 
 def read(path: Path, given: SourceOptions) -> Source:
-    """Read a file, and others with optimizers beside it; mapped, not read.
+    """Map a file, and optimizer files beside it, into memory and read them.
 
     A model that is given has the parameters, in order, where no file has them.
     """
@@ -79,7 +79,7 @@ def add_optimizers(
     values: Values,
     model: Values | None,
 ) -> dict[str, Any]:
-    """State dicts of optimizers beside each other; gives what `Collected.source` takes of them."""
+    """Add state dicts of optimizers; returns the arguments for `Collected.source`."""
     opt = _together(opts)
     if opt is None:
         return {}
@@ -105,7 +105,7 @@ def add_optimizers(
 
 
 def model_in(content: Any) -> Values:
-    """The tensors of a model, under names without what wrappers put before them."""
+    """Tensors of a model, with prefixes of wrappers removed from their names."""
     found = content if _all_tensors(content) else _first(content, MODELS) or {}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if tensors and all(name.startswith("module.") for name in tensors):  # of DDP
@@ -118,7 +118,7 @@ def is_optimizer(content: Any) -> bool:
 
 
 def _optimizers_in(content: Any) -> Any:
-    """One state dict, or a list of them; None if there are none."""
+    """The state dicts of optimizers in a file, as a list; None if there are none."""
     if is_optimizer(content):
         return content
     if isinstance(content, list) and content and all(map(is_optimizer, content)):
@@ -153,7 +153,7 @@ def _all_tensors(content: Any) -> bool:
 
 
 def _together(opts: Sequence[Content]) -> Content | None:
-    """Several optimizers as one, whose numbers go on."""
+    """Merge several optimizers into one, renumbering their parameters."""
     if len(opts) < 2:
         return opts[0] if opts else None
     state: dict[Any, Any] = {}
@@ -172,7 +172,7 @@ def _together(opts: Sequence[Content]) -> Content | None:
 def _named(
     path: Path, opt: Content, names: Names | None, values: Values, model: Values | None
 ) -> dict[Any, str]:
-    """By the number of a parameter its name: as saved, as given, or of a model that fits."""
+    """Names by number of the parameters: as saved, as given, or from a model that fits."""
     if PART in opt:
         raise CheckpointError(
             f"{path} is the state of one rank of several: save with samestep.save, "

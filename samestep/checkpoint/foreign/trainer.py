@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's Trainer: optimizer.pt, scheduler.pt, trainer_state.json, the model.
+"""Reads folders of Hugging Face's Trainer: model, optimizer.pt and trainer_state.json.
 
 optimizer.pt knows parameters by number: those with weight decay first, then those without, each in
 the model's order. The files of the model have names, but in another order, so that the order has to
@@ -27,7 +27,7 @@ def is_trainer(path: Path) -> bool:
 
 
 def read(path: Path, given: SourceOptions) -> Source:
-    """All of a checkpoint, or its model alone."""
+    """Read a checkpoint, or only its model."""
     names, model = given.names, given.model
     if not (path / OPTIMIZER).is_file():
         inside = [name for name in ("optimizer_0", "optimizer") if (path / name).is_dir()]
@@ -73,7 +73,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _tied(model: nn.Module | None) -> dict[str, str]:
-    """Other names of parameters that have one in the files: a head that is the embedding."""
+    """Further names of tied parameters, such as a head that is the embedding."""
     first: dict[int, str] = {}
     every = [] if model is None else list(model.named_parameters(remove_duplicate=False))
     for name, param in every:
@@ -95,7 +95,7 @@ def _order(path: Path, opt: Any, model: nn.Module) -> list[list[str]]:
 
 
 def _built(path: Path) -> nn.Module:
-    """The model of config.json without values, if transformers is here."""
+    """Build the model of config.json on the meta device, if transformers is installed."""
     try:
         import torch
         import transformers

@@ -345,7 +345,7 @@ class CopiesTraining(DTensorTraining):
     # --- values --------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        """Whole values; replicated parameters as this rank has them, so that copies are compared."""
+        """Whole values; replicated parameters as held by this rank, to compare copies."""
         found = super().parameters()
         for name in found:
             if not self._cuts[name].is_cut:

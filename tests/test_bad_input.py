@@ -622,7 +622,7 @@ def test_a_parameter_that_two_groups_cover():
     groups = [{"params": "*", "rule": "adamw"}, {"params": "first", "rule": "muon"}]
     refused_at_construction(
         lambda m: samestep.MuonAdamW(m, groups=groups),
-        ValueError, "'first'", "twice", r"'\*'", "only one",
+        ValueError, "'first'", "matched by two entries", r"'\*'", "only one",
     )  # fmt: skip
 
 

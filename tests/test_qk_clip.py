@@ -433,12 +433,14 @@ def test_a_second_step_and_a_module_that_was_replaced_are_told():
     model(tokens_of(0, 0))
     clip.step()
     with pytest.raises(
-        ValueError, match=r"'layers.0.attention' told .* clip.step\(\) was called twice"
+        ValueError, match=r"'layers.0.attention' reported .* clip.step\(\) was called twice"
     ):
         clip.step()
     model.layers[1].attention = copy.deepcopy(model.layers[1].attention)
     model(tokens_of(0, 0))
-    with pytest.raises(ValueError, match=r"'layers.1.attention' told .* replaced after QKClip was"):
+    with pytest.raises(
+        ValueError, match=r"'layers.1.attention' reported .* replaced after QKClip was"
+    ):
         clip.step()
 
 
@@ -446,7 +448,7 @@ def test_attention_that_is_not_sdpa_is_told_how_to_be():
     model, _, clip = build(tau=1e9)
     model.layers[0].attention.config = SimpleNamespace(_attn_implementation="eager")
     with pytest.raises(
-        ValueError, match=r"='eager', .*model with attn_implementation='sdpa'\. Tell"
+        ValueError, match=r"='eager', .*model with attn_implementation='sdpa'\. Report"
     ):
         clip.step()
 
@@ -505,7 +507,7 @@ def test_mistakes_say_what_to_do():
     model = Net("gqa")
     opt = samestep.MuonAdamW(model)
     right = heads_of("gqa")
-    with pytest.raises(ValueError, match=r"is called 'blocks\.\*'; there are embedding, "):
+    with pytest.raises(ValueError, match=r"matches 'blocks\.\*'; it has embedding, "):
         QKClip(opt, model, {"blocks.*": right})
     with pytest.raises(ValueError, match="layers is empty"):
         QKClip(opt, model, {})

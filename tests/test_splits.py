@@ -348,12 +348,12 @@ def test_options_for_all_matrices():
     [
         ("thirds", "has an unknown form: give a list of row counts"),
         ("heads:5", "no multiple of 5"),
-        ("heads:0", "is not known"),
-        ("halves:2", "is not known"),
+        ("heads:0", "unknown form"),
+        ("halves:2", "unknown form"),
         ("interleaved:3x5", "no multiple of 15"),
         ("interleaved:0x2", "above 0"),
         ("interleaved:2+1x3", "which are 9 rows, but each of its matrices has 12"),
-        ("interleaved:3", "is not known"),
+        ("interleaved:3", "unknown form"),
     ],
 )
 def test_a_split_that_does_not_fit_is_refused(split, text):

@@ -45,7 +45,7 @@ class Options:
 def parse(words: Sequence[str], prog: str) -> Options:
     options = parse_flags(Options, words, prog)
     if not 0 < options.timeout < float("inf"):
-        raise BadRequestError(f"--mesh: timeout must be above 0 seconds, got {options.timeout}")
+        raise BadRequestError(f"--timeout must be above 0 seconds, got {options.timeout}")
     return options
 
 

@@ -1,1 +1,1 @@
-"""The user's wishes: the rule of each parameter, and its options."""
+"""Parameter groups: the rule of each parameter, and the options users choose."""

@@ -1,4 +1,4 @@
-"""From which size on parameters are shared between ranks, where that was measured.
+"""Reads the measured size from which on sharding a parameter beats an all-reduce.
 
 `samestep bench crossover` measures, and leaves a file that an optimizer reads.
 """
@@ -14,7 +14,7 @@ FORMAT = 1
 
 
 class Measurement(NamedTuple):
-    """Milliseconds of both ways for a parameter of `size` elements: medians over rounds."""
+    """Median milliseconds of both ways for a parameter of `size` elements."""
 
     size: int
     all_reduce_ms: float
@@ -22,7 +22,7 @@ class Measurement(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Below 1 sharding is faster."""
+        """Time of sharding over that of an all-reduce; below 1 sharding is faster."""
         return self.shard_ms / self.all_reduce_ms
 
 
@@ -42,7 +42,7 @@ def crossover_of(measurements: Sequence[Measurement]) -> int:
 def receipt(
     asked: Mapping[str, Any], ran: Mapping[str, Any], measurements: Sequence[Measurement]
 ) -> dict[str, Any]:
-    """A measurement of the crossover: what was asked, what ran, and the verdict."""
+    """The receipt of a crossover measurement: request, environment and result."""
     return {
         "kind": KIND,
         "format": FORMAT,

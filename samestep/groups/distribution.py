@@ -1,4 +1,4 @@
-"""The user's options about ranks, and about where state stays, as one value."""
+"""Options about ranks and the place of state, as one dataclass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -26,7 +26,7 @@ FILLS_A_GPU = 1 << 26  # elements: ten blocks of 1280 x 5120, forty of 1280 x 12
 
 
 def whole_number(name: str, value: Any, least: int = 1, or_none: str = "") -> None:
-    """A whole number."""
+    """Return a check for a whole number of at least `least`."""
     if type(value) is not int or value < least:
         raise ValueError(
             f"{name} must be a whole number of at least {least}{or_none}, got {checks.shown(value)}"
@@ -44,7 +44,7 @@ def _dtype(name: str, value: Any) -> None:
 
 
 def process_group(name: str, value: Any) -> None:
-    """A process group of torch.distributed that has this rank."""
+    """Check that a process group contains this rank."""
     if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(  # what new_group() gives to ranks that are not in the group
             f"rank {dist.get_rank()} is not a member of the given {name}: give each "
@@ -66,7 +66,7 @@ def _stage_group(name: str, value: Any) -> None:
 
 
 def check_fields(options: Any) -> None:
-    """Raise unless every field of a dataclass has a value that its annotation takes."""
+    """Check every field of a dataclass by its annotation."""
     for field in fields(options):
         annotation: Any = field.type
         taken_as(annotation)(field.name, getattr(options, field.name))
@@ -74,7 +74,7 @@ def check_fields(options: Any) -> None:
 
 @cache
 def taken_as(annotation: Any) -> checks.Check:
-    """The check that an annotation stands for."""
+    """The check that belongs to an annotation."""
     if get_origin(annotation) is Annotated:
         check: checks.Check = get_args(annotation)[1]
         return check
@@ -96,7 +96,7 @@ def taken_as(annotation: Any) -> checks.Check:
 
 @dataclass(frozen=True)
 class Distribution:
-    """The keywords of an optimizer that concern ranks, and where state stays.
+    """Keywords of an optimizer about ranks and about the place of state.
 
     sharding: "zero1" and "zero2" give each rank a part of the state and of the update; "zero2" also
         frees gradients once they are reduced. "none" keeps all on every rank. "auto" is "zero2" on
@@ -183,7 +183,7 @@ class Distribution:
                 raise ValueError(why)
 
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
-        """Combinations that are refused: whether one was given, and the error."""
+        """Forbidden combinations of options: whether each was given, and its error."""
         flat, alone = self.buffers == "flat", self.process_group is None
         yield (
             self.grad_dtype is not None and not hasattr(torch.Tensor, "grad_dtype"),
@@ -251,18 +251,18 @@ class Distribution:
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether full gradients are given back once they are reduced."""
+        """Whether whole gradients are freed once they are reduced."""
         return self.sharding in ("auto", "zero2")
 
     @property
     def one_in_flight(self) -> bool:
-        """Whether inside backward a bucket lands before the next one is launched."""
+        """Whether during backward a bucket must arrive before the next is launched."""
         return self.frees_gradients or self.buffers == "flat"
 
     def bucket_policy(
         self, ranks: int, outer: int, device: torch.device, *, uneven: bool, levels: int = 1
     ) -> CollectivePolicy:
-        """The collectives of buckets between so many ranks, in so many groups that do the same."""
+        """The policy that chooses bucket sizes for a number of ranks."""
         frugal = ranks > 2 if self.buffers == "flat" else self.frees_gradients
         return CollectivePolicy(
             ranks,
@@ -275,11 +275,11 @@ class Distribution:
         )
 
     def sums_in_place(self, policy: CollectivePolicy) -> bool:
-        """Whether the sum of a bucket may lie in a buffer that carried it."""
+        """Whether sums of a bucket may be stored in the buffer that carried it."""
         return not (self.frees_gradients and (self.buffers == "flat" or policy.frugal))
 
     def chunk_elements(self, device: torch.device) -> int:
-        """Elements of a chunk of blocks on a device."""
+        """Elements per chunk of blocks on a device."""
         if self.chunk_size is not None:
             return self.chunk_size
         if self.bucket_size is not None:
@@ -293,13 +293,13 @@ class Distribution:
         return self
 
     def kept_by(self) -> str:
-        """The option that spreads state over ranks, in words."""
+        """The option that shards state over ranks, as text."""
         return (
             f"buffers={self.buffers!r}" if self.buffers == "flat" else f"sharding={self.sharding!r}"
         )
 
     def lines(self) -> list[str]:
-        """The options that all ranks must have alike, as lines of text."""
+        """Options that must agree between ranks, as lines of text."""
         # Each rank has its handles; what a state dict has, and when plans are made, is no plan.
         own = ("process_group", "outer_group", "stage_group", "state_dict_form", "deferred")
         names = [field.name for field in fields(self) if field.name not in own]

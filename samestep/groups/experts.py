@@ -1,4 +1,4 @@
-"""Experts and their routers in models that no recipe knows, found by names and shapes.
+"""Finds experts and routers by names and shapes in models without a recipe.
 
 A stack of experts is several matrices, and Muon takes it matrix by matrix. A router scores experts:
 it is no hidden matrix, and AdamW's. Whether a stack is stored as (experts, out, in) or as (experts,
@@ -31,7 +31,7 @@ OF_AN_MLP = ("up", "down")  # what is beside a gate that bends an MLP
 
 
 class _Stack(NamedTuple):
-    """A stack of matrices: (experts, rows, columns), and what it is called."""
+    """A stack of expert matrices (experts, rows, columns) with its name."""
 
     parameter: NamedParameter
     called: str
@@ -43,14 +43,14 @@ class _Stack(NamedTuple):
 
     @property
     def gives_back(self) -> bool:
-        """Whether its matrices lead back into the stream of tokens."""
+        """Whether its matrices project back into the residual stream."""
         return GIVES_BACK.search(self.called) is not None
 
 
 def guessed_experts(
     matrices: Sequence[NamedParameter], stacks: Sequence[NamedParameter]
 ) -> dict[str, Group]:
-    """Group keys, "role" and "reason", as a recipe gives them, by name of a parameter.
+    """Guessed group keys of experts and routers, by parameter name.
 
     `matrices` have two dims, `stacks` three; neither is what its module or name tells to be
     something else (a norm, an embedding, a convolution, an adapter).
@@ -77,7 +77,7 @@ def _guess(rule: str, role: str, reason: str, **options: Any) -> Group:
 
 
 def _routers(matrices: Sequence[NamedParameter], stacks: Sequence[NamedParameter]) -> Routers:
-    """By the path of the layer that they route in."""
+    """Routers by the path of the layer they belong to."""
     inside: dict[str, set[str]] = defaultdict(set)  # first parts of names, by path of a layer
     for name, _, _ in (*matrices, *stacks):
         path = name.split(".")
@@ -95,7 +95,7 @@ def _routers(matrices: Sequence[NamedParameter], stacks: Sequence[NamedParameter
 
 
 def _routes(inside: Iterable[str]) -> bool:
-    """Whether a layer with a gate has experts, and the gate is no part of an MLP beside them."""
+    """Whether a gate in a layer routes to experts, and is not part of an MLP."""
     return "experts" in inside and not any(part.startswith(OF_AN_MLP) for part in inside)
 
 
@@ -104,12 +104,12 @@ def _in(name: str, layer: str) -> bool:
 
 
 def _module(name: str) -> str:
-    """The path of the experts: of `mlp.w1` and of `mlp.w1.weight` it is `mlp`."""
+    """The path of the module of experts: `mlp` for `mlp.w1` and `mlp.w1.weight`."""
     return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def _layer_of(parameter: NamedParameter, routers: Routers) -> str | None:
-    """The innermost layer with a router, "" if its name alone says experts; None: no experts."""
+    """The innermost layer with a router; "" if only the name says experts; None if no experts."""
     name, param, _ = parameter
     beside = [layer for layer in routers if _in(name, layer)]
     if beside:
@@ -121,7 +121,7 @@ def _layer_of(parameter: NamedParameter, routers: Routers) -> str | None:
 
 
 def _is_called_experts(parameter: NamedParameter) -> bool:
-    """By its path or the class of its module."""
+    """Whether the path or the class name says experts."""
     kinds = [type(owner).__name__ for owner in parameter.owners]
     return any(map(EXPERTS.search, parameter.name.split("."))) or any(
         "Expert" in k or "MoE" in k for k in kinds
@@ -131,7 +131,7 @@ def _is_called_experts(parameter: NamedParameter) -> bool:
 def _of_stacks(
     members: Sequence[NamedParameter], routers: Sequence[NamedParameter]
 ) -> dict[str, Group]:
-    """The shapes and forms of one module of experts."""
+    """Group keys of the stacks in one module of experts."""
     stacks = [_Stack(p, p.name.removesuffix(".weight").rpartition(".")[2]) for p in members]
     owners = {owner for p in members for owner in p.owners}
     transposed = _declared(owners, "is_transposed")
@@ -154,13 +154,13 @@ def _of_stacks(
 
 
 def _declared(owners: Iterable[nn.Module], name: str) -> bool | None:
-    """The layout that the class of the experts tells of."""
+    """The storage layout that the class of the experts declares."""
     said = {getattr(owner, name, None) for owner in owners}
     return next((value for value in said if isinstance(value, bool)), None)
 
 
 def _widths(routers: Sequence[NamedParameter], experts: int) -> set[int]:
-    """Channels that routers read, which score so many experts."""
+    """Input widths of routers that score this number of experts."""
     found = set()
     for _, param, _ in routers:
         rows, columns = param.shape
@@ -169,7 +169,7 @@ def _widths(routers: Sequence[NamedParameter], experts: int) -> set[int]:
 
 
 def _seen_transposed(stacks: Sequence[_Stack], widths: set[int]) -> bool:
-    """Whether matrices are stored as (in, out): seen where their two sizes differ."""
+    """Whether matrices are stored as (in, out), judged by sizes that differ."""
     for stack in stacks:
         rows, columns = stack.sizes
         if (rows in widths) != (columns in widths):
@@ -186,7 +186,7 @@ def _seen_transposed(stacks: Sequence[_Stack], widths: set[int]) -> bool:
 
 
 def _flattened(parameter: NamedParameter, routers: Routers) -> dict[str, Group]:
-    """Whether a tensor of two dims has something of every expert: vectors, or matrices below."""
+    """Whether a 2-D tensor holds one row or one matrix per expert."""
     parts = parameter.name.split(".")
     own = {part for part in parts if EXPERTS.search(part)}
     if (

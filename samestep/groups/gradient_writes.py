@@ -1,4 +1,4 @@
-"""Whether somebody has written into a gradient since it was looked at.
+"""Detects writes to a gradient since an earlier look.
 
 torch counts writes per tensor, but not all: a write to a DTensor counts on the DTensor or on what
 this rank holds of it, and one by a foreach function (of which `clip_grad_norm_` is one) on the CPU
@@ -16,14 +16,14 @@ PART = 1 << 14  # elements that are converted to float64 at once
 
 
 class Look(NamedTuple):
-    """A look at a gradient: its address, its count of writes, and a digest of its values."""
+    """State of a gradient at one moment: address, version counter and digest of values."""
 
     address: int
     written: int
     digest: bytes | None
 
     def writes(self, grad: Tensor) -> int | None:
-        """The number of writes to a gradient since this look, or fewer.
+        """Number of writes since this look, or a lower bound.
 
         None if the gradient lies elsewhere by now. A gradient without elements has no memory of
         its own and cannot be written to.
@@ -39,14 +39,14 @@ class Look(NamedTuple):
 
 @torch.no_grad()
 def look(grad: Tensor, *, values: bool) -> Look:
-    """Look at a gradient that has memory; on a CPU also at the values of a DTensor, or if asked."""
+    """Record the state of a gradient; the digest only for DTensors on a CPU, or on request."""
     held = _held(grad)
     is_looked_at = (values or held is not grad) and held.device.type == "cpu"
     return Look(Tensor.data_ptr(held), _count(grad, held), _digest(held) if is_looked_at else None)
 
 
 def _held(grad: Tensor) -> Tensor:
-    """The local tensor of a DTensor, which has no public name outside of autograd."""
+    """Local tensor of a DTensor, without autograd."""
     held: Tensor = getattr(grad, "_local_tensor", grad)
     return held
 
@@ -57,7 +57,7 @@ def _count(grad: Tensor, held: Tensor) -> int:
 
 @torch.no_grad()
 def _digest(values: Tensor) -> bytes:
-    """The sum and the sum of squares in float64; a change of scale or sign changes one of them.
+    """Sum and sum of squares in float64, which edits of scale or sign change.
 
     The values are converted part after part: a whole copy would be twice as large as a gradient
     in float32.

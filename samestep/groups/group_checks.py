@@ -1,4 +1,4 @@
-"""Whether groups are still what their state and blocks were made for: asked before every step."""
+"""Checks before every step that groups still fit their state and blocks."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ class UnknownParameterError(RuntimeError):
 
 
 class GroupChecks:
-    """Groups as they were planned, and as the last step found them in order.
+    """The groups as they were planned and as the last step found them.
 
     hyperparameters: what rules read of them, as ranks compare it.
     """
@@ -50,7 +50,7 @@ class GroupChecks:
         self._checked_params: dict[int, CheckedParameters] = {}
 
     def plan(self, index: int, group: Group) -> None:
-        """Remember what a group is now."""
+        """Record the present parameters and options of a group."""
         self._planned[index] = options_of(group)
         self._params[index] = list(group["params"])
         self._checked_options.pop(index, None)
@@ -59,7 +59,7 @@ class GroupChecks:
             self._made_for[param] = (param.shape, math_dtype(param))
 
     def forget(self, index: int, params: Iterable[Tensor]) -> None:
-        """A group was not added after all."""
+        """Drop the record of a group whose addition failed."""
         for known in (self._planned, self._params, self._checked_options, self._checked_params):
             known.pop(index, None)
         self.hyperparameters.set_since(index)
@@ -67,7 +67,7 @@ class GroupChecks:
             self._made_for.pop(param, None)
 
     def swapped(self, groups: Sequence[Group]) -> dict[Tensor, Tensor] | None:
-        """By the parameter that a group was built with, the one in its place; None: all are there.
+        """Replaced parameters of a group, old to new; None if there are none.
 
         Wrappers that shard a model after its optimizer was built put their parameters into the
         groups (accelerate with FSDP2 does). Raises unless each is as large as the one before.
@@ -92,7 +92,7 @@ class GroupChecks:
         return None if all(old is new for old, new in found.items()) else found
 
     def counted(self, index: int, group: Group) -> list[Tensor]:
-        """The parameters that a group was built with; raises if it has more or fewer now."""
+        """Original parameters of a group; raises if their number has changed."""
         before = self._params[index]
         now: object = group.get("params")
         count = len(now) if isinstance(now, list | tuple) else None
@@ -105,7 +105,7 @@ class GroupChecks:
         return before
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Raise if a group or a gradient cannot be used; quick where nothing was set since.
+        """Raise if a group or a gradient cannot be used; fast if nothing was set.
 
         A step is short beside full checks, so objects, shapes and dtypes are compared first.
         """
@@ -160,7 +160,7 @@ class GroupChecks:
 
 
 def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The reason why groups cannot be updated: a parameter is in them under several names."""
+    """An error text if one parameter is in groups under several names."""
     first: dict[Tensor, str] = {}
     for name, param in named:
         if first.setdefault(param, name) != name:
@@ -172,7 +172,7 @@ def in_several_places(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 class CheckedParameters(NamedTuple):
-    """Parameters of a group that were found to be in order."""
+    """Parameters of a group that passed the checks."""
 
     params: list[Tensor]
     shapes: list[torch.Size]
@@ -180,7 +180,7 @@ class CheckedParameters(NamedTuple):
 
     @classmethod
     def of(cls, params: Sequence[Tensor]) -> "CheckedParameters":
-        """The parameters as they are now."""
+        """Record the parameters as they are now."""
         return cls(list(params), [param.shape for param in params], [p.dtype for p in params])
 
 
@@ -205,7 +205,7 @@ def sparse_gradient(name: str) -> RuntimeError:
 
 
 def _are_the_same(group: Group, checked: Group) -> bool:
-    """Whether no option of a group was set since; `checked` has its options and nothing else."""
+    """Whether no option of a group was set since it was checked."""
     own = len(group) - ("params" in group) - ("param_names" in group)
     return own == len(checked) and all(
         group.get(key, _UNSET) is value for key, value in checked.items()

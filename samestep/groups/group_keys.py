@@ -1,4 +1,4 @@
-"""Keys of a group that would be dropped: those of another rule, and spellings of other libraries.
+"""Finds group keys without effect: those of another rule, and other libraries' spellings.
 
 Trainers store keys of their own in groups (`initial_lr`, `name`, `layer_id`, ...), so a key that
 nobody knows is kept. One that we know, on a rule that does not read it, is a mistake that changes
@@ -34,7 +34,7 @@ ALGORITHMS = ("muon", "normuon", "adamw", "adam", "lion", "dion", "dion2", "sgd"
 
 
 class Peer(NamedTuple):
-    """The name of an option in another library, and how it is said here."""
+    """An option's name in another library and in samestep."""
 
     whose: str
     here: str
@@ -129,7 +129,7 @@ WAYS_OF_TORCH = {
 
 
 def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
-    """Keywords without those about how torch computes; raises at one whose wish is not met.
+    """Drop torch's keywords about execution, such as foreach; raises if one asks for more.
 
     `fused`: it is an option of ours.
     """
@@ -143,7 +143,7 @@ def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[st
 
 
 def why_not_this_way(key: str, value: Any) -> str | None:
-    """The reason why a step is not computed as a keyword of torch asks; None: it asks nothing."""
+    """Why a keyword of torch about execution is not supported; None if it has no effect."""
     return WAYS_OF_TORCH.get(key) if value is True else None
 
 
@@ -161,7 +161,7 @@ _ADJUSTED_BY_TORCH = ("original", "match_rms_adamw")
 
 
 def with_keys_of_torchs_muon(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group to be saved, with what torch.optim.Muon reads in it.
+    """A saved group with the keys that torch.optim.Muon reads.
 
     Its polynomial is Newton-Schulz, whatever it is here. Nothing is added where torch's would go on
     with another momentum or update: it then asks for "adjust_lr_fn".
@@ -179,14 +179,14 @@ def with_keys_of_torchs_muon(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_keys_for_torchs_muon(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite: a group as it was, also if torch.optim.Muon has trained with it since."""
+    """Inverse of `with_keys_of_torchs_muon`, also after training with torch.optim.Muon."""
     own = saved.get(FOR_TORCH, "").split(", ")
     kept = {key: value for key, value in saved.items() if key not in (*own, FOR_TORCH)}
     return {**kept, **{key: None for key in own if key in _NEWTON_SCHULZ}}
 
 
 def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
-    """A saved group without what is no wish of whoever loads it.
+    """A saved group without torch's keys about execution.
 
     How torch's optimizers computed their steps is not asked for here. Adam's coupled decay is
     nothing where it is 0; nor has momentum ever been that of a rule without it, into whose groups
@@ -199,7 +199,7 @@ def without_keys_of_torch(saved: Mapping[str, Any], rule: Rule) -> dict[str, Any
 
 
 def refuse_lost_keys(group: Mapping[str, Any], *, made: bool = False) -> None:
-    """Raise if a key of a group would be dropped in silence, whenever it was set.
+    """Raise if a key of a group has no effect, whenever it was set.
 
     made: the group is that of an optimizer, where spellings of others are not read any more.
     """
@@ -218,7 +218,7 @@ def refuse_lost_keys(group: Mapping[str, Any], *, made: bool = False) -> None:
 
 
 def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
-    """The reason why a rule would not read a key that we know, and what to write instead.
+    """Why a rule does not read a key of samestep, and what to write instead.
 
     None: it reads it, or nobody knows it. Of no rule only the spellings of others are told.
     """
@@ -246,7 +246,7 @@ def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
 
 
 def said_here(key: str, value: Any = ...) -> str | None:
-    """The way to say a spelling of another library here; None if it is none, or asks nothing."""
+    """samestep's way to write another library's key; None if there is nothing to say."""
     peer = PEERS.get(key)
     if peer is None:
         return None
@@ -261,18 +261,18 @@ def said_here(key: str, value: Any = ...) -> str | None:
 
 
 def likely_option(key: str, rule: Rule) -> str | None:
-    """The option of a rule that a key nobody knows is a typo of; None: of none."""
+    """The option that an unknown key probably misspells; None if none is near."""
     close = difflib.get_close_matches(str(key), rule.defaults, n=1, cutoff=0.85)
     return close[0] if close else None
 
 
 def options_of_rule(rule: Rule) -> set[str]:
-    """The keys that a group of a rule may have from us; how blocks are cut is of matrix rules."""
+    """Keys that a group of this rule may have."""
     cuts = set(CUTS) if rule.kind == "matrix" else set()
     known = {*rule.defaults, *OF_EVERY_GROUP, *cuts}
     return known | {alias for alias, key in ALIASES.items() if key in known}
 
 
 def _readers(key: str) -> list[str]:
-    """The rules that read a key."""
+    """Rules that read a key."""
     return [repr(rule.name) for rule in RULES.values() if key in options_of_rule(rule)]

@@ -1,4 +1,4 @@
-"""Hints: the most likely meaning of a keyword that nobody knows.
+"""Suggests what an unknown keyword probably means.
 
 A near match of letters alone misleads: "norm_lr" is closer to "norm_factor" than to the learning
 rate of norms. By letters only typos are told, and the rest word by
@@ -56,7 +56,7 @@ TYPO = 0.85  # how alike letters have to be
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """Advice on what to write in place of a keyword, to end a message; "" if nothing fits."""
+    """Advice to append to an error about an unknown keyword; "" if there is none."""
     if WORDS.get(name) in known:
         return f"; did you mean {WORDS[name]!r}?"
     typo = difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
@@ -69,7 +69,7 @@ def hint(name: str, known: Collection[str]) -> str:
 
 
 def _of_some_parameters(name: str, known: Collection[str]) -> str:
-    """For a rate or decay of some parameters: the keyword of their role, or how to say it."""
+    """How to set a rate or decay for some parameters, for keywords such as head_lr."""
     for short, key, pattern in QUANTITIES:
         of = re.fullmatch(rf"(?P<before>\w+?)_{pattern}|{pattern}_(?P<after>\w+)", name)
         whose = of and (of["before"] or of["after"])

@@ -1,4 +1,4 @@
-"""Hyperparameters: what rules read of the options of groups in a step, as a digest and as text.
+"""Hyperparameters of a step, as a digest that ranks compare and as text.
 
 Ranks that hold copies or shards of the same parameters must have the same ones, or their replicas
 part: a digest travels with presence, and text is made of them when digests differ.
@@ -24,14 +24,14 @@ _PLAIN = {float, int}
 
 
 class Numbers(NamedTuple):
-    """Options that may change from step to step, by name: on the host, and 0-D on a device."""
+    """Scalar options by name: floats on the host, and 0-D tensors on a device."""
 
     here: dict[str, float]
     on_device: dict[str, Tensor]
 
     @classmethod
     def of(cls, scalars: Mapping[str, float | Tensor]) -> "Numbers":
-        """These scalars of a rule."""
+        """Read a rule's scalar options from a group."""
         if _PLAIN.issuperset(map(type, scalars.values())):
             return cls(dict(scalars), {})  # type: ignore[arg-type]
         on_device = {
@@ -43,13 +43,13 @@ class Numbers(NamedTuple):
         return cls(here, on_device)
 
     def packed(self) -> bytes:
-        """Exact bits of what is on the host, and the names of what is not."""
+        """Exact bits of the host scalars, and the names of device scalars."""
         numbers = struct.pack(f"{len(self.here)}d", *self.here.values())
         return numbers + " ".join(self.on_device).encode() if self.on_device else numbers
 
 
 class Constants(NamedTuple):
-    """Options that a rule reads as they are, in the order of their keys."""
+    """Options that are no numbers, in the order of their keys."""
 
     values: tuple[Any, ...]
     text: tuple[str, ...]
@@ -58,13 +58,13 @@ class Constants(NamedTuple):
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> "Constants":
-        """The hyperparameters of a group."""
+        """Read the constant options of a group."""
         text = tuple(repr(_normal(value)) for value in values)
         digest = blake2b(repr(text).encode(), digest_size=_DIGEST).digest()
         return cls(values, text, digest, is_constant(values))
 
     def are_still(self, values: tuple[Any, ...]) -> bool:
-        """Whether nothing was set since."""
+        """Whether none of the options was set since they were read."""
         return (
             self.is_fixed
             and len(values) == len(self.values)
@@ -73,7 +73,7 @@ class Constants(NamedTuple):
 
 
 class GroupNumbers(NamedTuple):
-    """The hyperparameters of one group, as they were when they were read."""
+    """Hyperparameters of one group at the time they were read."""
 
     number: int  # of the group
     keys: tuple[str, ...]
@@ -83,7 +83,7 @@ class GroupNumbers(NamedTuple):
 
 
 class Hyperparameters(NamedTuple):
-    """The hyperparameters of some groups, and of the step itself.
+    """Hyperparameters of several groups and of the step itself.
 
     digest: of all that the host knows.
     on_device: the numbers that it does not know, 0-D.
@@ -97,13 +97,13 @@ class Hyperparameters(NamedTuple):
     call: str = "step()"
 
     def of_call(self, call: str) -> "Hyperparameters":
-        """These hyperparameters, read in another call that all ranks make together."""
+        """These hyperparameters for another call that all ranks make."""
         digest = blake2b(call.encode(), digest_size=_DIGEST).digest()
         other = int.from_bytes(digest, "little", signed=True)
         return self._replace(digest=self.digest ^ other, call=call)
 
     def lines(self, on_device: Sequence[float] | None = None) -> list[str]:
-        """A line "option of group = value" for each; numbers of a device are waited for.
+        """One line "option of group = value" each; waits for tensors on a device.
 
         on_device: what these were in the step in question, if they may have changed since.
         """
@@ -129,7 +129,7 @@ def _number_lines(numbers: Numbers, of_group: str, known: Any) -> list[str]:
 
 
 class HyperparameterReader:
-    """Reads hyperparameters group by group; what was not set since is not looked at again."""
+    """Reads hyperparameters of groups, and reuses those that were not set since."""
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[str, ...]] = {}  # of constants, by rule
@@ -138,7 +138,7 @@ class HyperparameterReader:
         self._last: dict[tuple[int, ...], Hyperparameters] = {}
 
     def set_since(self, index: int) -> None:
-        """Something of a group was set, or may have changed in place."""
+        """Whether an option of a group was set, or may have changed in place."""
         self._groups.pop(index, None)
         self._last.clear()
 
@@ -183,7 +183,7 @@ class HyperparameterReader:
 
 
 def _normal(value: Any) -> Any:
-    """Lists as tuples: config files write the one, code the other. Nobody waits for a device."""
+    """Lists as tuples, because config files have one and code the other."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return f"a tensor of {tuple(value.shape)} on {value.device.type}"
     return tuple(map(_normal, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Mistakes that everybody makes once: how each is noticed, and what is said of it.
+"""Detects common mistakes, with a warning or an error for each.
 
 What cannot be right raises; what may be meant is warned of, with the way to say that it is meant.
 docs/troubleshooting.md has a row for each message. Nothing here waits for a GPU, and after the
@@ -42,7 +42,7 @@ def has_process_group() -> bool:
 
 
 def warn_of_missing_group() -> None:
-    """For an optimizer that is built without a process group: does torchrun mean several ranks?"""
+    """Warn if torchrun started several ranks and no process group exists."""
     ranks = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
         warn_user(
@@ -54,7 +54,7 @@ def warn_of_missing_group() -> None:
 
 
 def refuse_late_group() -> None:
-    """For an optimizer that was built without a process group: is there one of several by now?"""
+    """Raise if a process group of several ranks was made after the optimizer."""
     ranks = dist.get_world_size()
     if ranks > 1:
         raise RuntimeError(
@@ -68,7 +68,7 @@ def refuse_late_group() -> None:
 
 
 def refuse_flat_parameters(index: int, group: Group) -> None:
-    """FSDP1 hands out shards of flattened parameters as if they were whole ones."""
+    """Refuse FSDP1, whose flattened shards look like whole parameters."""
     for _, name, param in members([group], index):
         if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
             raise ValueError(
@@ -80,7 +80,7 @@ def refuse_flat_parameters(index: int, group: Group) -> None:
 
 
 def warn_of_lost_updates(groups: Iterable[Group], first: int = 0) -> None:
-    """For 16-bit parameters without a word on `master_weights`; groups count from `first` on."""
+    """Warn of 16-bit parameters without a choice of `master_weights`."""
     named = [(name, param) for _, name, param in members(groups, first)]
     narrow = [(name, param) for name, param in named if needs_master(param, True)]
     if narrow:
@@ -98,7 +98,7 @@ def warn_of_lost_updates(groups: Iterable[Group], first: int = 0) -> None:
 
 
 def refuse_second_clipping(model: nn.Module | None, max_grad_norm: GradLimit) -> None:
-    """Raise if Lightning clips the gradients by their norm as well, which it tells its module."""
+    """Raise if Lightning clips gradients by their norm too."""
     try:
         trainer = getattr(model, "trainer", None)
     except RuntimeError:  # Lightning's property, of a module that has no trainer
@@ -114,7 +114,7 @@ def refuse_second_clipping(model: nn.Module | None, max_grad_norm: GradLimit) ->
 
 
 class TrainingWatch:
-    """Whether the optimizer trains what the user trains.
+    """Watches whether the optimizer updates the parameters that the model trains.
 
     The model is looked at before steps 1, 2, 4, 8, ..., which are counted here as they begin;
     whether there are gradients at all until there was one.
@@ -137,7 +137,7 @@ class TrainingWatch:
             yield from model.named_buffers()
 
     def look_at_model(self, groups: Iterable[Group], only_rule: str | None) -> None:
-        """Does the model train parameters that the optimizer does not have?
+        """Warn if the model trains parameters that the optimizer does not have.
 
         `only_rule`: of an optimizer whose groups need not name their rule.
         """
@@ -191,7 +191,7 @@ class TrainingWatch:
     def look_at_gradients(
         self, present: Sequence[bool | Tensor], groups: Iterable[Group], ranks: int
     ) -> None:
-        """After a step: was there a gradient on any rank? Flags of a GPU are read later."""
+        """Warn after some steps in which no rank had any gradient."""
         while self._answers and has_passed(self._answers[0][1]):
             self._heard(bool(self._answers.pop(0)[0]))
         if any(flag is True for flag in present):
@@ -238,7 +238,7 @@ class TrainingWatch:
 
 
 class GradientEdits:
-    """Whether local gradients are edited between backward and step, in the first steps.
+    """Watches in the first steps whether local gradients are edited after backward.
 
     Hooks remember how often each gradient had been written to when backward was done with it;
     after a few steps they are taken away.
@@ -268,7 +268,7 @@ class GradientEdits:
         ]
 
     def look(self) -> bool:
-        """Before a step: warn if all gradients that backward made were edited where they lie.
+        """Warn before a step if all gradients were edited in place after backward.
 
         Whether to look again before the next.
         """
@@ -294,7 +294,7 @@ class GradientEdits:
         return self._steps_left > 0
 
     def _edited(self) -> bool:
-        """Whether somebody has edited all of them, beyond what schedules of pipelines do."""
+        """Whether all gradients were edited, not counting those of pipeline schedules."""
         times = {index: self._writes(index, seen) for index, seen in self._seen.items()}
         if not all(times.values()):
             return False
@@ -308,7 +308,7 @@ class GradientEdits:
         return bool(times) and all(times.values())
 
     def _writes(self, index: int, seen: Look) -> int:
-        """The number of writes to a gradient since backward was done with it."""
+        """Number of writes to a gradient after its backward."""
         grad = self._params[index].grad
         if grad is None or grad.layout != torch.strided:
             return 0
@@ -316,7 +316,7 @@ class GradientEdits:
 
 
 def warn_of_reductions_in_step() -> None:
-    """For overlap_grad_reduce=True beside a schedule that does not say which backward is last."""
+    """Warn that overlap_grad_reduce=True has no effect with such a pipeline schedule."""
     warn_user(
         "overlap_grad_reduce=True has no effect with a schedule of "
         "torch.distributed.pipelining, which runs several backward passes without "
@@ -330,13 +330,13 @@ _ddp_modules: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 
 
 def _remember_ddp(module: nn.Module, _: str, __: nn.Module | None) -> None:
-    """DistributedDataParallel leaves no mark on parameters, but it registers what it wraps."""
+    """Record the parameters that DistributedDataParallel wraps, by a hook on registration."""
     if isinstance(module, DistributedDataParallel):
         _ddp_modules.add(module)
 
 
 def find_ddp() -> None:
-    """The DDP modules that are there already; none can be without a process group."""
+    """Find existing DDP modules, which need a process group to exist."""
     if has_process_group():
         _ddp_modules.update(instances_of(with_subclasses(DistributedDataParallel)))
 
@@ -346,7 +346,7 @@ find_ddp()  # in case that this is imported late
 
 
 def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
-    """For parameters whose gradients are averaged here: does DistributedDataParallel do it too?"""
+    """Warn if DistributedDataParallel averages gradients that the optimizer averages too."""
     wrapped = _in_ddp()
     twice = [name for name, param in named if param in wrapped]
     if twice:
@@ -365,7 +365,7 @@ def _in_ddp() -> set[Tensor]:
 
 
 def averages_with_ddp(params: object) -> bool:
-    """Whether what an optimizer is given is a DistributedDataParallel, or all of it is in one."""
+    """Whether all of the optimizer's parameters are in a DistributedDataParallel."""
     if is_ddp(params):
         return True
     if not _ddp_modules:
@@ -393,7 +393,7 @@ def is_ddp(model: object) -> bool:
 
 
 def warn_of_outliers(index: int, group: Group) -> None:
-    """An update was written that no orthogonalization gives."""
+    """Warn of an update larger than any orthogonalized one."""
     warn_user(
         f"an update in param_groups[{index}] ({parameter_names(group, index)[0]!r} and "
         "others) was not finite, or larger than an orthogonalized update can be, and "

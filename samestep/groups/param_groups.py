@@ -1,4 +1,4 @@
-"""Parameter groups: completed and checked."""
+"""Completes and checks parameter groups."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ OF_GROUPS: Mapping[str, checks.Check] = {
 
 
 class ParamGroup(dict[str, Any]):
-    """A parameter group of an optimizer: a dict that follows schedules written for others.
+    """A parameter group: a dict that also accepts the keys of torch schedulers.
 
     OneCycleLR and CyclicLR of torch look into the optimizer's defaults for what they cycle, and
     write that key into all groups, beside a "max_momentum" of theirs: "momentum", or the first of
@@ -72,7 +72,7 @@ class ParamGroup(dict[str, Any]):
             super().__setitem__("momentum", self.pop("betas")[0])
 
     def update(self, *others: Any, **own: Any) -> None:
-        """Set keys, one by one."""
+        """Set several keys, each with its checks."""
         for key, value in dict(*others, **own).items():
             self[key] = value
 
@@ -88,7 +88,7 @@ class ParamGroup(dict[str, Any]):
         raise KeyError(key)
 
     def _own_momentum(self) -> str | None:
-        """The one of two keys that the rule reads; None: neither, or both."""
+        """The key under which a scheduler's momentum goes: `momentum` or `betas`."""
         name = self.get("rule")
         rule = RULES.get(name) if isinstance(name, str) else None
         keys = [key for key in ("momentum", "betas") if rule is not None and key in rule.defaults]
@@ -96,7 +96,7 @@ class ParamGroup(dict[str, Any]):
 
 
 def _of_one_kind(betas: Any) -> Any:
-    """Betas as two tensors where one is one: a scheduler replaces the first by a number."""
+    """Make both betas tensors if one is, because schedulers replace only the first."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         return betas
     like = next((beta for beta in betas if isinstance(beta, Tensor)), None)
@@ -129,7 +129,7 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 def own_spelling(options: Mapping[str, Any]) -> Group:
-    """The keys of `ALIASES` under our names; an `adjust_lr_fn` of None is torch's "original".
+    """Translate keys of `ALIASES` into samestep's names.
 
     And torch.optim.AdamW's `fused`, of which None is the default.
     """
@@ -150,7 +150,7 @@ def own_spelling(options: Mapping[str, Any]) -> Group:
 
 
 def check_adjust_lr_fn(name: str, value: Any) -> None:
-    """A spelling of torch.optim.Muon and torchtitan, or None."""
+    """Check an `adjust_lr_fn` of torch.optim.Muon or torchtitan."""
     if value is not None and not checks.is_one_of(value, ADJUST_LR_FN):
         text = value if isinstance(value, str) else checks.shown(value)
         raise ValueError(
@@ -171,7 +171,7 @@ def complete(group: Mapping[str, Any], rule_options: Mapping[str, Mapping[str, A
 
 
 def _warn_of_typos(group: Mapping[str, Any], rule: Rule) -> None:
-    """Keys of others are kept in silence, but a near miss of one of ours is a typo."""
+    """Warn of an unknown group key that looks like a misspelled one."""
     known = OF_EVERY_GROUP.union(ALIASES, *(r.defaults for r in RULES.values()))
     for key in group:
         meant = None if key in known else likely_option(key, rule)
@@ -190,7 +190,7 @@ def check(group: Mapping[str, Any]) -> None:
 
 
 def is_constant(value: object) -> bool:
-    """Whether nobody can change a value where it is, and its text says all of it."""
+    """Whether a value is immutable, so that its text describes it fully."""
     if isinstance(value, tuple):
         return all(map(is_constant, value))
     return value is None or isinstance(value, int | float | str)
@@ -198,7 +198,7 @@ def is_constant(value: object) -> bool:
 
 @contextmanager
 def naming_group(index: int) -> Iterator[None]:
-    """Put the place of the group before the message of an error about its values."""
+    """Context that puts the index of the group before an error message."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -206,13 +206,13 @@ def naming_group(index: int) -> Iterator[None]:
 
 
 def options_of(group: Mapping[str, Any]) -> Group:
-    """The rule's name and options, without the parameters and keys of others."""
+    """A group's rule and options, without parameters and keys of other code."""
     keys = dict.fromkeys(("rule", *CUTS, *rule_of(group).defaults))
     return {key: group[key] for key in keys if key in group}
 
 
 def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The difference of two sets of options in what decides blocks and state; "" if none.
+    """Differences in options that determine blocks and state; "" if none.
 
     Blocks and state are made at construction, so these options may not change afterwards.
     """
@@ -238,7 +238,7 @@ def _brief(value: Any) -> str:
 
 
 def _normal(value: Any) -> Any:
-    """Lists as tuples, also inside a mapping: config files write the one, code the other."""
+    """Lists as tuples, also inside mappings."""
     if isinstance(value, Mapping):
         return {key: _normal(item) for key, item in value.items()}
     return tuple(value) if isinstance(value, list) else value
@@ -253,7 +253,7 @@ def unknown_option(name: str, known: Iterable[str]) -> TypeError:
 
 
 def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
-    """The names of a group's parameters, or their places for parameters without names."""
+    """Names of a group's parameters, or their positions where they have none."""
     names: list[str] | None = group.get("param_names")
     return names or [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
 
@@ -261,7 +261,7 @@ def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
 def members(
     groups: Iterable[Mapping[str, Any]], first: int = 0
 ) -> Iterator[tuple[Mapping[str, Any], str, Tensor]]:
-    """Every parameter with its group and its name; groups count from `first` on."""
+    """Every parameter with its group and name; groups are numbered from `first`."""
     for index, group in enumerate(groups, first):
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             yield group, name, param
@@ -309,7 +309,7 @@ def _check_tensor(item: Any, name: str = "") -> None:
 def without_repeated(
     group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]
 ) -> list[Tensor | tuple[str, Tensor]]:
-    """The group's parameters, each once; raises if another group has one, or a name means two.
+    """A group's parameters without repetitions; raises if another group has one.
 
     One that is twice in a group is warned of, as torch does, which updates it twice in a step.
     """
@@ -342,7 +342,7 @@ def without_repeated(
 
 
 def refuse_lost_formats(group: Mapping[str, Any], rules: Iterable[str]) -> None:
-    """Raise if `state_dtypes` says something of state that no rule of the optimizer has."""
+    """Raise if `state_dtypes` names state that no rule of the optimizer has."""
     chosen = group.get("state_dtypes")
     if not isinstance(chosen, Mapping):
         return
@@ -357,7 +357,7 @@ def refuse_lost_formats(group: Mapping[str, Any], rules: Iterable[str]) -> None:
 
 
 def _state_keys(rule: Rule) -> set[str]:
-    """The state that a rule may keep, whatever its options."""
+    """Keys of the state that a rule can have."""
     options = dict(rule.defaults)
     keys = set(rule.state_shapes((0, 0), options))
     return keys | set(rule.state_shapes((0, 0), {**options, "amsgrad": True}))
@@ -366,7 +366,7 @@ def _state_keys(rule: Rule) -> set[str]:
 def refuse_unsupported(
     index: int, group: Group, *, compiled: bool, ranks: int, masters: bool = False
 ) -> None:
-    """Only real floating parameters, the fused kernel only where it is, on XLA one program."""
+    """Raise for parameters of unsupported dtype, layout or device."""
     if group.get("fused") and compiled:
         raise ValueError("fused=True and compile cannot be combined: leave one of them out")
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
@@ -405,7 +405,7 @@ def refuse_unsupported(
 
 
 def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> None:
-    """Choices are of copies that are there, remainders of bfloat16 alone, no format is for XLA."""
+    """Raise for formats of state that do not fit a parameter."""
     chosen = group.get("state_dtypes")
     words = [chosen] if isinstance(chosen, str) else list((chosen or {}).values())
     if param.device.type == "xla" and any(isinstance(word, str) for word in words):
@@ -429,7 +429,7 @@ def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> 
 
 
 def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:
-    """Per parameter the blocks of a matrix rule, None for an elementwise one."""
+    """Blocks of each parameter of a matrix rule; None for an elementwise rule."""
     if rule_of(group).kind == "elementwise":
         return [None] * len(names)
     split_sizes = group.get("split_sizes")

@@ -1,4 +1,4 @@
-"""Pipelines of torch.distributed.pipelining that train the parameters of an optimizer.
+"""Finds torch.distributed.pipelining stages that hold an optimizer's parameters.
 
 A stage leaves no mark on its parameters, and a schedule none on its stages, so objects are looked
 through, in a process that has imported that module and at few moments: when an optimizer is built,
@@ -23,7 +23,7 @@ _PIPELINING = "torch.distributed.pipelining"
 
 
 class PipelineStages:
-    """The stages and schedules of this process that hold any of some parameters."""
+    """Stages and schedules of this process that hold some of the parameters."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         wanted = set(params)
@@ -32,16 +32,16 @@ class PipelineStages:
         self.stages = [one for one in found if not wanted.isdisjoint(_params(one))]
 
     def beside(self) -> Any:
-        """A stage that has others on other ranks; None: there is none."""
+        """A stage whose neighbours are on other ranks; None if there is none."""
         return next((s for s in self.stages if s.num_stages > 1 and s.group_size > 1), None)
 
     def silent(self) -> set[Tensor]:
-        """Parameters whose stage does not say which backward of a step is the last one."""
+        """Parameters whose schedule does not mark the last backward of a step."""
         stages = [s for s in self.stages if not getattr(s, "announces_last_backward", False)]
         return {param for stage in stages for param in _params(stage)}
 
     def edits(self) -> dict[Tensor, int | None]:
-        """The number of writes of a schedule to a gradient after its last backward hook.
+        """Writes of a schedule to a gradient after its last backward hook.
 
         Once if they divide it by the number of micro-batches. None: nobody knows, where backward of
         weights comes by itself (ZeroBubble), which calls no hooks.
@@ -60,7 +60,7 @@ class PipelineStages:
 
 
 def _instances() -> list[Any]:
-    """All stages and schedules there are.
+    """All existing stages and schedules.
 
     To look through a million objects takes 0.1 s. An instance holds a reference to its class: while
     there are as many as when no instance was found, there is none.
@@ -80,7 +80,7 @@ def _instances() -> list[Any]:
 
 
 def instances_of(kinds: Collection[type]) -> list[Any]:
-    """All objects of exactly these classes, which must be written in Python.
+    """All existing objects of exactly these classes.
 
     `gc.get_objects` would hold every object for a moment, and a thread that builds a tuple from an
     iterator fails with a SystemError while somebody else holds that tuple.
@@ -89,7 +89,7 @@ def instances_of(kinds: Collection[type]) -> list[Any]:
 
 
 def with_subclasses(kind: type) -> set[type]:
-    """A class and all that are derived from it."""
+    """A class and all its subclasses."""
     return {kind}.union(*map(with_subclasses, kind.__subclasses__()))
 
 
@@ -99,7 +99,7 @@ def _params(stage: Any) -> Iterator[Tensor]:
 
 
 def _parts_backward(schedule: Any) -> bool:
-    """Whether backward of some micro-batch is cut into that of inputs and that of weights."""
+    """Whether the schedule splits backward into inputs and weights."""
     order = schedule.pipeline_order or {}  # of GPipe there is none
     actions = [action for of_rank in order.values() for action in of_rank if action is not None]
     actions += [part for action in actions for part in getattr(action, "sub_actions", None) or ()]

@@ -1,4 +1,4 @@
-"""From a model to parameter groups: which rule each parameter follows, and why.
+"""Sorts the parameters of a model into groups: which rule each follows, and why.
 
 Hidden matrices go to Muon. Embeddings, output heads, norms, biases and scalars go to
 AdamW, and so do LoRA factors and convolutions, unless a recipe for the model
@@ -73,7 +73,7 @@ class NamedParameter(NamedTuple):
 
 
 class Role(NamedTuple):
-    """The role of a parameter in its model, and how that was seen."""
+    """A role of a parameter in its model, with the reason."""
 
     name: str
     reason: str
@@ -84,7 +84,7 @@ ROLES = ("matrix", "embedding", "unembedding", "scalar", "gate", "lora", "conv",
 
 
 class Routable(NamedTuple):
-    """Parameters to be routed, and the shapes of the model's embeddings, frozen ones too."""
+    """Parameters to route, with the shapes of all embeddings of the model."""
 
     parameters: list[NamedParameter]
     vocabularies: frozenset[tuple[int, ...]] = frozenset()
@@ -92,7 +92,7 @@ class Routable(NamedTuple):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile."""
+    """The model inside DistributedDataParallel and torch.compile."""
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
         model, "_orig_mod"
     ):
@@ -140,7 +140,7 @@ def routable(model: nn.Module) -> Routable:
 
 
 def _vocabularies(embeddings: Iterable[tuple[str, Tensor]]) -> set[tuple[int, ...]]:
-    """Shapes of embeddings that an output head may have; no head is one of positions."""
+    """Shapes of token embeddings, which an output head may share."""
     return {tuple(p.shape) for name, p in embeddings if not POSITION_NAME.search(name)}
 
 
@@ -180,12 +180,12 @@ def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]])
 
 
 def _in_a_layer(path: list[str]) -> bool:
-    """Whether a number stands in the path; a lone one at its top is a place in a Sequential."""
+    """Whether a path has the number of a layer, not only of a Sequential."""
     return any(part.isdigit() for part in path[1 if len(path) <= 2 else 0 :])
 
 
 def _is_head(path: list[str]) -> bool:
-    """Whether a module on the way, outside the numbered layers, is called like a head."""
+    """Whether a module outside the numbered layers is named like a head."""
     modules = path[:-1] or path
     outside = modules[: next((i for i, part in enumerate(modules) if part.isdigit()), None)]
     return outside[:1] == ["fc"] or any(part in HEAD_NAMES for part in outside)
@@ -301,7 +301,7 @@ OTHER_SPLITS = (
 
 
 def warn_of_fused_members(groups: Iterable[Mapping[str, Any]]) -> None:
-    """One warning of members of Muon's groups that look fused and are not cut.
+    """Warn once of members of Muon's groups that look fused and have no split_sizes.
 
     For groups that nobody has routed; whoever has said how, or that they are one matrix, hears
     nothing.
@@ -333,7 +333,7 @@ def _guessed(
     recipe: Mapping[str, Mapping[str, Any]],
     asked: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Group]:
-    """The looks of experts and routers, unless a recipe or an override says what they are.
+    """Guessed roles of experts and routers, where no recipe or override decides.
 
     An override that says the same leaves them their role, and with it the options of that role.
     """
@@ -350,7 +350,7 @@ def _guessed(
 
 
 def _warn_of_guesses(given: Routable, guessed: Mapping[str, Group]) -> None:
-    """One warning for all, with the overrides that say the same.
+    """Warn once of all guesses, with overrides that confirm them.
 
     Of stacks, whose orientation and cuts shapes decide. A router alone is known by its name, as
     embeddings and heads are, and its name in table() is enough.
@@ -424,7 +424,7 @@ def route_explicit(
 
 
 def _apart(group: Group, given: Routable, no_decay: Collection[str]) -> list[Group]:
-    """A group, and after it what it has of roles that do not decay."""
+    """Split a group by whether its members decay."""
     still = {p.name for p in given.parameters if role_of(p, given.vocabularies).name in no_decay}
     without = [member for member in group["params"] if member[0] in still]
     if not without:
@@ -437,7 +437,7 @@ def _apart(group: Group, given: Routable, no_decay: Collection[str]) -> list[Gro
 
 
 def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParameter]:
-    """The parameters a matcher selects; matching nothing is an error, since it is a typo."""
+    """Parameters that a matcher selects; raises if it selects none."""
     if not (isinstance(matcher, str) or callable(matcher)):
         raise TypeError(f"{where}: {matcher!r} is neither a name pattern nor a predicate")
 
@@ -456,7 +456,7 @@ def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParamet
 
 
 def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[str, Any]]:
-    """The overridden keys of each parameter; two overrides may not fight over one key."""
+    """Overridden keys of each parameter; raises if two overrides contradict."""
     asked: dict[str, dict[str, Any]] = {parameter.name: {} for parameter in given.parameters}
     source: dict[tuple[str, str], Matcher] = {}
     for matcher, options in overrides.items():
@@ -480,7 +480,7 @@ def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[
 
 
 def _refuse_lost_overrides(name: str, rule: Rule, options: Mapping[str, Any]) -> None:
-    """An override that the parameter's rule does not read would do nothing, silently."""
+    """Raise for an override that the parameter's rule does not read."""
     for key, value in options.items():
         reason = why_lost(key, value, rule)
         if reason is None and key not in options_of_rule(rule):
@@ -492,7 +492,7 @@ def _refuse_lost_overrides(name: str, rule: Rule, options: Mapping[str, Any]) ->
 
 
 def _is_stored_transposed(parameter: NamedParameter) -> bool:
-    """Whether its module multiplies from the left: Hugging Face's Conv1D, (in, out)."""
+    """Whether the weight is stored as (in, out), as in Hugging Face's Conv1D."""
     shape = tuple(parameter.param.shape)
     return len(shape) == 2 and any(
         type(owner).__name__ == "Conv1D"
@@ -502,7 +502,7 @@ def _is_stored_transposed(parameter: NamedParameter) -> bool:
 
 
 def _in_numbers(split: Split, parameter: NamedParameter, *, transposed: bool) -> Split:
-    """Row after row said in words, as row counts: a checkpoint does not depend on the spelling."""
+    """split_sizes in words as row counts, so that checkpoints do not depend on the spelling."""
     if not isinstance(split, str) or parameter.param.ndim < 2 or rows_in(parameter.name):
         return split
     try:
@@ -513,7 +513,7 @@ def _in_numbers(split: Split, parameter: NamedParameter, *, transposed: bool) ->
 
 
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
-    """Row blocks that are certain, from torch's own modules."""
+    """split_sizes that follow from torch's own modules."""
     own_name = parameter.name.rpartition(".")[2]
     for kind, prefix, parts in (
         (nn.MultiheadAttention, "in_proj_weight", 3),
@@ -527,7 +527,7 @@ def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
 
 
 def _looks_fused(parameter: NamedParameter) -> bool:
-    """Whether a matrix is called like several; a part of one that was divided is a block."""
+    """Whether the name of a matrix says that it consists of several."""
     name, param, _ = parameter
     if param.ndim == 2 and param.shape[0] == param.shape[1]:
         return False  # parts that are as wide as it would be flat
@@ -535,7 +535,7 @@ def _looks_fused(parameter: NamedParameter) -> bool:
 
 
 def _warn(parameters: Sequence[str], text: str) -> None:
-    """One warning for all, at the line that built the optimizer."""
+    """Warn once for several parameters, at the line that built the optimizer."""
     if parameters:
         warn_user(f"{some(parameters, 6)}: {text}")
 
@@ -545,7 +545,7 @@ def _describe(parameter: NamedParameter) -> str:
 
 
 class Elsewhere(nn.Module):
-    """Stands where a module of another stage was.
+    """Placeholder for a module of another pipeline stage.
 
     It remembers which parameters there were: which rule a parameter follows is decided by the whole
     model, and a pattern may mean what is not here. It has none of its own but those that are tied
@@ -572,11 +572,11 @@ class Elsewhere(nn.Module):
 
     @property
     def stand_in(self) -> nn.Module:
-        """An empty module of the class that was here, for whoever asks what holds a parameter."""
+        """An empty instance of the module's class, for code that asks for the class of an owner."""
         return object.__new__(self._kind)
 
     def share(self, name: str, param: nn.Parameter, kind: type[nn.Module]) -> None:
-        """Hold a parameter of this stage under the name that it also had in this place.
+        """Register a parameter of this stage that was tied to one of this module.
 
         kind: the class of the module that held it.
         """
@@ -592,7 +592,7 @@ class Elsewhere(nn.Module):
         owner.register_parameter(key, param)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Nobody has asked it for anything but where it is."""
+        """Raise: this module belongs to another stage."""
         raise RuntimeError(
             "this module is in another pipeline stage: call the pipeline instead of "
             "the model, and use only modules of the same stage in the functions of its "

@@ -1,4 +1,4 @@
-"""Flags of commands for how state is kept and where it stays, in the optimizer's words.
+"""Command line flags for the format and place of state, as options of the optimizer.
 
 Commands have the types as those of their flags, and give what is read to the optimizer.
 """
@@ -19,7 +19,7 @@ OffloadWord = Literal["none", "state"]
 
 
 def state_dtypes_of(word: StateWord, *, remainders: bool = False) -> dict[str, Any] | None:
-    """The option `state_dtypes`: every moment as `word` says, and main copies as remainders."""
+    """The option `state_dtypes` for a word of --state."""
     kept: dict[str, Any] = {}
     if word != "float32":
         chosen = torch.bfloat16 if word == "bfloat16" else word
@@ -28,5 +28,5 @@ def state_dtypes_of(word: StateWord, *, remainders: bool = False) -> dict[str, A
 
 
 def offload_of(word: OffloadWord) -> Offload | None:
-    """The option `offload` of an optimizer, from a word of a flag."""
+    """The option `offload` for a word of --offload."""
     return None if word == "none" else word

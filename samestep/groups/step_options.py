@@ -1,4 +1,4 @@
-"""The user's options about steps, as one value."""
+"""Options about every step, as one dataclass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ GradLimit = float | Mapping[str, float] | None  # of all gradients, or by rule
 
 
 def _limit_or_limits(name: str, value: Any) -> None:
-    """A limit for the norm of all gradients, or one for those of a rule each."""
+    """Check one limit for the norm of all gradients, or one per rule."""
     if not isinstance(value, Mapping):
         checks.optional(checks.limit)(name, value)
         return
@@ -25,13 +25,13 @@ def _limit_or_limits(name: str, value: Any) -> None:
 
 
 def clips(limit: GradLimit) -> bool:
-    """Whether any gradient is scaled, and not only looked at."""
+    """Whether gradients are scaled, not only checked to be finite."""
     limits = limit.values() if isinstance(limit, Mapping) else (limit,)
     return not all(each is None or isinf(each) for each in limits)
 
 
 def limit_text(limit: GradLimit) -> str:
-    """A limit as the user may have written it."""
+    """max_grad_norm as the user wrote it."""
     if isinstance(limit, Mapping):
         each = ", ".join(f'"{rule}": {limit[rule]:g}' for rule in sorted(limit))
         return f"max_grad_norm={{{each}}}"
@@ -39,7 +39,7 @@ def limit_text(limit: GradLimit) -> str:
 
 
 def _flag_or_backend(name: str, value: Any) -> None:
-    """Whether there is such a backend is known where it is looked up."""
+    """Check a bool or the name of a torch.compile backend."""
     if not isinstance(value, str):
         checks.boolean(name, value, ", or the name of a backend of torch.compile")
 
@@ -82,11 +82,11 @@ class StepOptions:
 
     @cached_property
     def clipped_rules(self) -> tuple[str, ...]:
-        """The rules that have a limit of their own."""
+        """Rules with a limit of their own."""
         return tuple(sorted(self.max_grad_norm)) if isinstance(self.max_grad_norm, Mapping) else ()
 
     def lines(self) -> list[str]:
-        """The options that all ranks must have alike, as lines of text."""
+        """Options that must agree between ranks, as lines of text."""
         return [
             f"master_weights = {bool(self.master_weights)}",
             limit_text(self.max_grad_norm).replace("=", " = ", 1),

@@ -1,4 +1,4 @@
-"""The table of which rule each parameter follows; how state is kept, for it and `explain()`."""
+"""Builds the text of `opt.table()`, and of the formats of state for `explain()`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ def table(
     master_weights: bool = False,
     offload: str | None = None,
 ) -> str:
-    """Every parameter with its rule, blocks, learning rate and decay, and the totals, as text.
+    """The text of `opt.table()`: rule, blocks, rate and decay of every parameter, and totals.
 
     How state is kept and where, too, where `state_dtypes` or `offload` says anything of it.
 
@@ -87,7 +87,7 @@ def _row(
     ranks: tuple[str, str],
     reason: str,
 ) -> dict[str, str]:
-    """One line of the table; equal blocks are counted, unequal ones listed."""
+    """One row; equal blocks are counted, unequal ones listed."""
     kinds = Counter(matrix for block in blocks or [] for matrix in block.matrices)
     cut = ", ".join(
         f"{rows} x {cols}" if count == 1 else f"{count} of {rows} x {cols}"
@@ -115,7 +115,7 @@ def _row(
 
 
 class Kept(NamedTuple):
-    """The formats of a parameter's state by key, in the words of `state_dtypes`.
+    """Formats of a parameter's state by key.
 
     wide: 8 bits were asked for some of it, which stays as wide as it is computed.
     """
@@ -126,7 +126,7 @@ class Kept(NamedTuple):
 
     @property
     def text(self) -> str:
-        """One word if all moments are kept alike."""
+        """A single word if all moments have the same format."""
         words = [*dict.fromkeys(self.moments.values())]
         if len(words) > 1:
             words = [f"{key} {word}" for key, word in self.moments.items()]
@@ -153,7 +153,7 @@ def state_lines(
     master_weights: bool,
     offload: str | None,
 ) -> list[str]:
-    """Lines on where state stays, what stays wide, and what words mean; [] as usual."""
+    """Lines on the place and format of state; [] for the defaults."""
     named = [
         (name, kept_of(param, group, blocks.get(param), master_weights=master_weights))
         for group, name, param in members(groups)
@@ -177,7 +177,7 @@ def state_lines(
 
 
 def _words(all_kept: Iterable[Kept]) -> set[str]:
-    """Formats that occur, without the sizes of blocks."""
+    """Formats that occur, without block sizes."""
     return {
         word.partition("/")[0]
         for kept in all_kept

@@ -1,4 +1,4 @@
-"""Parameters that several stages of a pipeline have: an embedding and the head that is tied to it.
+"""Parameters tied over pipeline stages, such as an embedding and the output head.
 
 Each of these stages holds a copy and finds a part of its gradient. The parts are added up over
 stages, and their mean is taken over the ranks of a stage, which see other data. Who cuts a model
@@ -23,24 +23,24 @@ _places: MutableMapping[Tensor, Places] = WeakTensorKeyDictionary()
 
 
 class TiedMembers(NamedTuple):
-    """Parameters of a group that the same stages have."""
+    """Parameters of a group that are tied over the same stages."""
 
     places: Places  # of these stages in `stage_group`
     names: tuple[str, ...]
 
 
 def set_places(param: Tensor, places: Iterable[int]) -> None:
-    """Remember which places of a pipeline's ranks have a copy of this parameter."""
+    """Record which stages have a copy of a parameter."""
     _places[param] = tuple(sorted(set(places)))
 
 
 def places_of(param: Tensor) -> Places:
-    """The places of `stage_group` that have a copy of it; () if it is in one stage alone."""
+    """Ranks in `stage_group` that have a copy; () if the parameter is not tied."""
     return _places.get(param, ())
 
 
 def refuse_replaced(model: nn.Module) -> None:
-    """Raise if a parameter was replaced since it was tied: nobody would add up its gradients."""
+    """Raise if a tied parameter was replaced, because its gradients would not be summed."""
     for path, module in model.named_modules():
         if not isinstance(module, Elsewhere):
             continue
@@ -56,12 +56,12 @@ def refuse_replaced(model: nn.Module) -> None:
 
 
 def names_of_tied(model: nn.Module) -> list[str]:
-    """The parameters of a stage that other stages have, too."""
+    """Names of parameters of a stage that are tied to other stages."""
     return [name for name, param in model.named_parameters() if places_of(param)]
 
 
 def tied_apart(params: Any) -> Any:
-    """Groups in which tied parameters are by themselves, before all others; or what was given.
+    """Put tied parameters into groups of their own, before all others.
 
     So that their groups have the same number in all of their stages.
     """
@@ -82,7 +82,7 @@ def tied_apart(params: Any) -> Any:
 
 
 def tied_members(group: Mapping[str, Any]) -> TiedMembers | None:
-    """The parameters of a group, if several stages have them; None: none is tied.
+    """Parameters of a group that are tied over stages; None if none is.
 
     Raises:
         ValueError: Some are tied and some are not, or over other stages.
@@ -103,7 +103,7 @@ def tied_members(group: Mapping[str, Any]) -> TiedMembers | None:
 
 
 def ranks_of(tied: TiedMembers, beside: RankGroup, stages: RankGroup) -> RankGroup:
-    """All ranks that have a copy: of every pipeline those at these places. Collective, on these.
+    """All ranks with a copy of a tied parameter. Collective among them.
 
     beside: the ranks of this stage; they tell each other who is at the places of their pipelines.
     """
@@ -115,7 +115,7 @@ def ranks_of(tied: TiedMembers, beside: RankGroup, stages: RankGroup) -> RankGro
 
 
 def refuse_other_places(tied: TiedMembers, stages: RankGroup | None) -> None:
-    """Raise unless this rank is in one of the stages that have a copy."""
+    """Raise unless this rank is in a stage with a copy."""
     where = f"{tied.names[0]!r} is tied over the stages of ranks {list(tied.places)} of a pipeline"
     if stages is None:
         raise ValueError(

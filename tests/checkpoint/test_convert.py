@@ -225,7 +225,7 @@ def test_what_is_refused(tmp_path, capsys):
     assert "has no names of parameters" in refused(capsys, tmp_path / "sgd.pt", *target)
     part = {"state": {}, "param_groups": [], "part": {"rank": 0}}
     torch.save(part, tmp_path / "part.pt")
-    assert "is the part of one rank" in refused(capsys, tmp_path / "part.pt", *target)
+    assert "is the state of one rank of several" in refused(capsys, tmp_path / "part.pt", *target)
     torch.save({"epoch": 3}, tmp_path / "epoch.pt")
     assert "none is the state dict" in refused(capsys, tmp_path / "epoch.pt", *target)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".", "to"))) == []

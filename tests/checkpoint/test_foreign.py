@@ -208,7 +208,7 @@ def test_muon_of_megatron(tmp_path):
 
 def test_what_is_refused_of_megatron(files, tmp_path):
     buckets = files / "megatron" / "dp_reshardable"
-    refused(buckets, tmp_path / "a", match="buckets .dp_reshardable., which have no names")
+    refused(buckets, tmp_path / "a", match="flat buckets without names .dp_reshardable.")
     names = json.loads((files / "megatron" / "names.json").read_text())
     refused(buckets, tmp_path / "a", names=names[::-1], match="would be 'embed.weight' in its")
     refused(buckets, tmp_path / "a", names=names[1:], match="would end at .* of bucket")
@@ -243,7 +243,9 @@ def test_names_from_a_list_or_a_model(tmp_path):
     loaded = assert_has(tmp_path / "ours", model, state_by_name(model, opt))
     assert [group["lr"] for group in loaded.param_groups] == [0.01, 0.02]
     wrong = [groups[0][::-1], groups[1]]
-    refused(tmp_path / "a.pt", tmp_path / "no", names=wrong, match="would be 'down.weight' of sh")
+    refused(
+        tmp_path / "a.pt", tmp_path / "no", names=wrong, match="does not fit 'down.weight' of sh"
+    )
     refused(tmp_path / "a.pt", tmp_path / "no", names=groups[:1], match="groups of .* names, and")
 
 
@@ -517,7 +519,7 @@ def test_report_and_dry_run(tmp_path, capsys, monkeypatch):
     [
         ("up", "not of the form regex=replacement"),
         ("nothing=x", "matches no name; the names are embed.weight"),
-        ("up|down=both", r"makes 'both.weight' of both 'up.weight' and 'down.weight'"),
+        ("up|down=both", r"turns both 'up.weight' and 'down.weight' into 'both.weight'"),
         ("(=x", "missing \\)"),
     ],
 )
@@ -552,7 +554,7 @@ def test_nothing_in_files_of_others_is_run(files, tmp_path):
     refused(
         folder,
         tmp_path / "a",
-        match="loading it could run code; nothing was loaded .* or give --step N",
+        match="loading it could run code; nothing was loaded.* or give --step N",
     )
     done = convert(folder, tmp_path / "without", step=BEFORE)
     assert done.left_out == ["common.pt"]

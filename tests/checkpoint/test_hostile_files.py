@@ -262,7 +262,7 @@ def test_zips_of_other_forms(tmp_path):
     cases = {
         "not stored as torch.save does": archive(good, method=zipfile.ZIP_DEFLATED),
         "byte order": archive(good).replace(b"little", b"big   "),
-        "0 entries data.pkl": archive(good).replace(b"data.pkl", b"data.pkk"),
+        "0 entries named data.pkl": archive(good).replace(b"data.pkl", b"data.pkk"),
         "not in it": saved(torch.ones(3)).replace(b"/data/0", b"/data/9"),
     }
     for words, content in cases.items():
@@ -322,7 +322,7 @@ def test_archives_that_claim_more_than_they_have(tmp_path):
     stride = b"K\x01\x85"
     for claim, edited_pkl in {
         "shape (4,)": pkl.replace(size, b"K\x04\x85"),
-        "should have 16": pkl.replace(count, b"K\x04t"),
+        "instead of 16": pkl.replace(count, b"K\x04t"),
         "shape": pkl.replace(size, b"\x8a\x07" + (10**15).to_bytes(7, "little") + b"\x85"),
         "for a size": pkl.replace(size, b"J\xff\xff\xff\xff\x85"),
         "elements of a tensor": pkl.replace(
@@ -570,7 +570,7 @@ def test_claims_of_metadata(tmp_path, ways):
         "int for relative_path": lambda m: setattr(place(m), "relative_path", 7),
         "has shape": lambda m: setattr(m.state_dict_metadata[key], "size", torch.Size([5, 4])),
         "elements": lambda m: setattr(m.state_dict_metadata[key], "size", torch.Size([1 << 50, 4])),
-        "box": lambda m: setattr(chunk(m), "sizes", torch.Size([1 << 50, 4])),
+        "lies outside of it": lambda m: setattr(chunk(m), "sizes", torch.Size([1 << 50, 4])),
         "more or less": lambda m: m.state_dict_metadata[key].chunks.clear(),
         "list for sizes": lambda m: setattr(chunk(m), "sizes", [6, 4]),
         "lacks the file of": lambda m: m.storage_data.clear(),

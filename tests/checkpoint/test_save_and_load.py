@@ -285,7 +285,7 @@ def test_another_model(tmp_path, trained):
     refused(tmp_path / "a", model, opt, r"head.weight\S* has shape \(13, 5\)")
     refused(tmp_path / "a", model, opt, r"head.weight\S* has shape \(13, 5\)", partial=True)
     model, opt = other(overrides={**OVERRIDES, "*.down.weight": {"rule": "adamw"}})
-    refused(tmp_path / "a", model, opt, "was trained with rule 'muon' and has 'adamw'")
+    refused(tmp_path / "a", model, opt, "was trained with rule 'muon' and has rule 'adamw'")
     model, opt = other(overrides={**OVERRIDES, "*.up.weight": {"split_sizes": (10, 9, 17)}})
     refused(tmp_path / "a", model, opt, r"split_sizes: \(9, 10, 17\) -> \(10, 9, 17\)")
 

@@ -171,7 +171,7 @@ def refused(words, capsys):
         (["gpt2-xl", "--mesh", "dp=3,tp=0"], "tp must be a whole number above 0, got '0'"),
         (["gpt2-xl", "--mesh", "x=3"], "'x=3' is not AXIS=SIZE"),
         (["gpt2-xl", "--mesh", "dp=3", "--ranks", "8"], "dp 3 = 3 ranks, and there are 8; dp 8"),
-        (["gpt2-xl", "--hardware", "h900"], "is no preset (h200x8,"),
+        (["gpt2-xl", "--hardware", "h900"], "is neither a preset (h200x8,"),
         (["gpt2-xl", "--hardware", "none.json"], "cannot read 'none.json'"),
         (
             ["gpt2-xl", "--mesh", "replicate=2,dp=2,tp=2"],

@@ -483,7 +483,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
         ("--model own_models:half", "the harness needs float32 parameters"),
         ("--model own_models:many_lines", "own_models:many_lines: RuntimeError: first line"),
         ("--model own_models:leaves", "own_models:leaves: SystemExit: 3"),
-        ("--model own_models:unseeded", "gave another 'weight' at its second call"),
+        ("--model own_models:unseeded", "gave another value of 'weight' at its second call"),
         (
             "--model own_models:renamed",
             "gave parameters with other names at its second call: it must build the same",
@@ -493,7 +493,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monk
         ("--model own_models:transposed", "parameter 'weight' is not contiguous"),
         ("--model own_models:sparse", "parameter 'weight' is sparse_coo"),
         ("--model own_models:large", "has 4,196,352 trainable elements"),
-        ("--model gpt --scenario resume --scenario fused_qkv_mha", "has a model of its own"),
+        ("--model gpt --scenario resume --scenario fused_qkv_mha", "uses its own model"),
         ("--out own_models.py/x", "own_models.py is not a directory"),
     ],
 )

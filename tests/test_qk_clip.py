@@ -527,7 +527,7 @@ def test_mistakes_say_what_to_do():
         QKClip(opt, model, {"layers.*": right})
     with pytest.raises(TypeError, match=r"map names of attention modules .*, got \['layers.0'\]"):
         QKClip(opt, model, ["layers.0"])
-    with pytest.raises(TypeError, match=r"layers['layers.0'] is 4, and must be a QKHeads"):
+    with pytest.raises(TypeError, match=r"layers\['layers\.0'\] is 4, and must be a QKHeads"):
         QKClip(opt, model, {"layers.0": 4})
     with pytest.raises(ValueError, match=r"has no weight 'q_proj.weight'"):
         QKClip(opt, model, {LAYERS: QKHeads.separate(4, 6, 2)})

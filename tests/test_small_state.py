@@ -464,7 +464,7 @@ def test_refused():
 def test_state_that_no_rule_has_is_refused():
     """What would be kept as ever is not what was asked for; rules share one mapping."""
     param = nn.Parameter(torch.zeros(4, 64))
-    with pytest.raises(ValueError, match=r"'momentum_buffer', which adamw does not keep.*exp_avg"):
+    with pytest.raises(ValueError, match=r"'momentum_buffer', which is no state of adamw.*exp_avg"):
         samestep.AdamW([param], state_dtypes={"momentum_buffer": "8bit"})
     with pytest.raises(ValueError, match="'exp_avg', which is no state of muon"):
         samestep.Muon([param], state_dtypes={"exp_avg": "8bit", "momentum_buffer": "8bit"})

@@ -104,8 +104,8 @@ class RuleOptimizer(StateAccess):
             if model is None:
                 raise ValueError(
                     "overlap_param_gather needs the modules, which wait for their "
-                    "parameters: give the optimizer the model instead of parameters or "
-                    "groups (groups= can sort its parameters)"
+                    "parameters: give the model instead of parameters or groups "
+                    "(groups= can sort its parameters)"
                 )
             self._in_flight.watch(model)
         super().__init__(sorted_apart, defaults)

@@ -45,7 +45,6 @@ def _compare(model: nn.Module, when: str) -> int:
                 copied.add(piece)
             if found != expected:
                 raise ReplicasDifferError(
-                    f"parameter {piece[0]!r} differs between ranks {first} and {rank}, "
-                    f"which should hold the same copy, {when}"
+                    f"parameter {piece[0]!r} differs between ranks {first} and {rank} {when}"
                 )
     return len(copied)

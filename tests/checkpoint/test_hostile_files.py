@@ -581,7 +581,7 @@ def test_claims_of_metadata(tmp_path, ways):
         "more bytes than": lambda m: m.storage_data.update({MetadataIndex("b"): place(m)}),
     }
     when_read = {
-        "announced as (6, 4) torch.int32": lambda m: setattr(
+        "as (6, 4) torch.int32": lambda m: setattr(
             m.state_dict_metadata[key].properties, "dtype", torch.int32
         ),
         "announced as (4, 6)": lambda m: (

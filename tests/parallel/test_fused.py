@@ -473,7 +473,9 @@ def what_is_refused(rank):
 
 def test_what_is_refused():
     for found in run_forked(4, what_is_refused):
-        assert found["nothing"] == "fused: 'layers.*.attention.kqv' matches nothing in the model"
+        assert (
+            found["nothing"] == "Plan.fused: 'layers.*.attention.kqv' matches nothing in the model"
+        )
         assert (
             "'layers.0.attention' is a Attention, and only an nn.Linear can have fused parts"
             in found["no linear layer"]
@@ -486,7 +488,7 @@ def test_what_is_refused():
         assert "a part of 2 heads, which 4 ranks of the model axis" in found["queries"]
         assert "parts of 4 and of 3 heads, neither of which divides the other" in found["groups"]
         assert "a part of 18 rows, which 4 ranks of the model axis" in found["rows"]
-        assert found["rows"].endswith("take tp 2 or 3")
+        assert found["rows"].endswith("use tp=2 or 3")
         assert "is rows 0 to 16 of 32, and split_sizes (32,) of" in found["one block"]
         assert "split_sizes (16, 8, 8, 8) of" in found["too many"]
         assert "is a FusedLinear, and LoRA factors can only be added to nn.Linear" in found["LoRA"]
@@ -496,7 +498,7 @@ def test_sets_of_different_sizes_are_refused():
     """12 query and 6 key heads on 4 ranks: two ranks would need half a head each."""
     model = Holder(24)
     plan = Plan(blocks=(), fused={"qkv": (FusedPart(12, 12), FusedPart(6, 6), FusedPart(6, 6))})
-    with pytest.raises(PlanError, match=r"a part of 6 heads, which 4 ranks .* take tp 2 or 3"):
+    with pytest.raises(PlanError, match=r"a part of 6 heads, which 4 ranks .* use tp=2 or 3"):
         fused.check_fused(model, plan, 4)
     fused.check_fused(model, plan, 3)
     fused.check_fused(model, plan, 12)

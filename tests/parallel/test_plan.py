@@ -35,7 +35,9 @@ def test_a_pattern_that_matches_nothing_is_a_slip():
 
 def test_a_module_is_named_once():
     plan = replace(gpt_plan(DENSE), on_stream=("norm", "head"))
-    with pytest.raises(PlanError, match=r"'head' is in head and in on_stream: name it once"):
+    with pytest.raises(
+        PlanError, match=r"'head' is in both Plan\.head and Plan\.on_stream: name it in one"
+    ):
         plan.check(GPT(DENSE))
 
 

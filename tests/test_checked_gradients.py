@@ -383,10 +383,8 @@ class Case:
 
 FP16 = {"value": 1e6, "reduce_dtype": torch.float16}
 TWO = [
-    Case(fsdp),
     Case(fsdp, "head.weight", -math.inf, rank=0, micro="each"),
     Case(fsdp, micro="last"),
-    Case(lambda: reduced_in(torch.bfloat16), value=math.inf),
     Case(lambda: reduced_in(torch.float16), value=1e6),
     Case(Net, **FP16),
     Case(shared, "blocks.0.up.weight"),
@@ -396,6 +394,8 @@ TWO = [
     Case(replicated),
     Case(lambda: parts_alone(sequence=True), "blocks.0.norm.weight", groups=2),
     Case(lambda: fsdp(reshard_after_forward=False), "blocks.0.norm.bias", soak=True),
+    Case(fsdp, soak=True),
+    Case(lambda: reduced_in(torch.bfloat16), value=math.inf, soak=True),
     Case(one_unit, "blocks.0.down.weight", rank=0, soak=True),
     Case(in_bfloat16, micro="last", soak=True),
     Case(Net, "blocks.0.norm.bias", **FP16, buffers="flat", soak=True),
@@ -418,9 +418,9 @@ FOUR = [
     Case(lambda: fsdp(in_two_copies()), micro="scattered"),
     Case(**SEQUENCE, name="blocks.1.norm.bias", value=math.inf, rank=2, micro="last"),
     Case(**SHARDED_EXPERTS, name="blocks.1.first.experts", rank=2),
-    Case(**EXPERTS_ALONE, name="blocks.1.first.experts", rank=3),
     Case(copies_of_parts, rank=2, groups=2, overlap_grad_reduce=True),
-    Case(lambda: copies_of_parts(sequence=True), "blocks.0.norm.bias", rank=1, groups=2),
+    Case(**EXPERTS_ALONE, name="blocks.1.first.experts", rank=3, soak=True),
+    Case(lambda: copies_of_parts(sequence=True), "blocks.0.norm.bias", groups=2, soak=True),
     Case(fsdp, "into.weight", rank=3, soak=True),
     Case(lambda: fsdp(in_two_copies()), "head.weight", rank=2, micro="each", soak=True),
     Case(lambda: fsdp(in_two_copies()), "blocks.0.second.weight", rank=2, soak=True),

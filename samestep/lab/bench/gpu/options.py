@@ -19,7 +19,9 @@ class Contestant(NamedTuple):
     name: str
     what: str
     build: Callable[..., Any]
-    field: Literal["muon", "bfloat16", "adamw"] = "muon"  # measured in turns with those of its field
+    field: Literal["muon", "bfloat16", "adamw"] = (
+        "muon"  # measured in turns with those of its field
+    )
     ours: bool = False
     kernels: bool = True
     clips: bool = False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from samestep.tooling.pages import stored_pages
 from tests import tables
 from tests.inventory import LISTED, MODULES
 
@@ -125,6 +126,31 @@ def test_every_picture_is_shown_and_has_its_command():
     made = re.findall(r"^\| `([\w.-]+)`.*? \| `.*` ?.*\|$", commands, re.MULTILINE)
     assert shown == set(PICTURES)
     assert sorted(made) == PICTURES
+
+
+def flags_named(text):
+    """Options that a page gives to commands of samestep: (command, options)."""
+    called = re.findall(r"\bsamestep ((?:bench client |bench )?[a-z]+)((?: +[^\s`|#]+)*)", text)
+    for command, rest in called:
+        if command in stored_pages():
+            yield command, re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)
+
+
+@each_page
+def test_options_of_commands_are_there(page):
+    pages = stored_pages()
+    missing = [
+        f"{command} {flag}"
+        for command, flags in flags_named(page.read_text())
+        for flag in flags
+        if flag not in pages[command].flags
+    ]
+    assert missing == []
+
+
+def test_an_option_that_is_not_there_would_be_seen():
+    text = "run `samestep plan x --mesh dp=8 --mesch` or\n    samestep bench step --out a  # --b\n"
+    assert [*flags_named(text)] == [("plan", ["--mesh", "--mesch"]), ("bench step", ["--out"])]
 
 
 @each_page

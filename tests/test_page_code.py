@@ -20,6 +20,8 @@ PAGES = {
     "fsdp2": 4,
     "hybrid": 4,
     "options": 1,
+    "plan": 1,
+    "prove": 2,
     "checkpoints": 2,
     "coming_from": 1,
     "troubleshooting": 2,

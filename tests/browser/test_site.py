@@ -48,6 +48,14 @@ def browser():
         yield page
 
 
+# Words of code that two lines share, and code that is smaller than the text around it.
+BROKEN = """[...document.querySelectorAll(".md-content code .word")].filter(
+    word => word.getClientRects().length > 1).map(word => word.textContent)"""
+SMALLER = """[...document.querySelectorAll(".md-content p > code, .md-content td > code")].filter(
+    code => parseFloat(getComputedStyle(code).fontSize) <
+        parseFloat(getComputedStyle(code.parentElement).fontSize)).map(code => code.textContent)"""
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_fits_and_asks_nobody_else(browser, address, name):
     for width in (390, 1440):
@@ -59,6 +67,8 @@ def test_a_page_fits_and_asks_nobody_else(browser, address, name):
             !element.closest("pre, .md-typeset__scrollwrap, .md-code__nav")
         ).map(element => element.outerHTML.slice(0, 80))"""
         assert browser.evaluate(outside) == []
+        assert browser.evaluate(BROKEN) == []
+        assert browser.evaluate(SMALLER) == []
         assert browser.complaints == []
         asked = [url for url in browser.requested if not url.startswith((address, "data:"))]
         assert asked == []

@@ -115,10 +115,16 @@ def family_of(layout: str) -> str:
     return begins[max(fitting, key=len)]
 
 
-COLUMNS = ("gloo, CPU", "gloo, one shared GPU", "NCCL, one shared GPU", "NCCL, a GPU per rank")
+# Where a layout can run, and what stands there without a receipt.
+COLUMNS = {
+    "gloo, CPU": "-",
+    "gloo, one shared GPU": "-",
+    "NCCL, one shared GPU": "-",
+    "NCCL, a GPU per rank": NEVER,
+}
 
 
-def _ranks(runs: Iterable[Run], up: str) -> str:
+def _ranks(runs: Iterable[Run], up: str, none: str = "-") -> str:
     """Numbers of ranks, each with the receipt of most steps, and most cases."""
     best: dict[int, Run] = {}
     for run in runs:
@@ -128,7 +134,7 @@ def _ranks(runs: Iterable[Run], up: str) -> str:
         f"[{ranks}]({up}{run.receipt.relative_to(ROOT).as_posix()})"
         for ranks, run in sorted(best.items())
     ]
-    return ", ".join(links) or NEVER
+    return ", ".join(links) or none
 
 
 def support(up: str) -> str:
@@ -138,7 +144,10 @@ def support(up: str) -> str:
         by_family[family_of(layout)] += of_layout
     rows = []
     for family, found in by_family.items():
-        cells = [_ranks((run for run in found if run.where == where), up) for where in COLUMNS]
+        cells = [
+            _ranks((run for run in found if run.where == where), up, none)
+            for where, none in COLUMNS.items()
+        ]
         if family == "one XLA program":
             cells = [f"XLA: {_ranks(found, up)}", "-", "-", "TPU: " + NEVER]
         furthest = max((run.furthest for run in found), default=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -380,3 +381,16 @@ def test_the_battery_runs_and_fails_when_bounds_are_broken(tmp_path, monkeypatch
     )
     assert main(options) == 1
     assert "out of bounds" in capsys.readouterr().out
+
+
+def test_the_page_of_rules_has_the_intervals():
+    text = (Path(samestep.__file__).parents[1] / "docs" / "rules.md").read_text()
+    row = r"^\| `\"([\w-]+)\"`.* \| (\d+) \| (.*) to (.*) \| ([\d,]+) \|$"
+    rows = re.findall(row, text, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(POLYNOMIALS)
+    for name, steps, *told in rows:
+        slope, values = 1.0, torch.logspace(-3, 0, 10**5, dtype=torch.float64)
+        values /= POLYNOMIALS[name].norm_factor
+        for a, b, c in as_table(step_coefficients(name, int(steps))):
+            slope, values = slope * a, a * values + b * values**3 + c * values**5
+        assert [f"{values.min():.2f}", f"{values.max():.2f}", f"{slope:,.0f}"] == told, name

@@ -28,7 +28,7 @@ from samestep.launch.forked import NCCL, run_forked
 from samestep.tooling.output import json_file, write_files
 
 WIDTH, LAYERS = 256, 24
-WARMUP, STEPS = 8, 40
+WARMUP, STEPS = 6, 24
 
 
 def model() -> nn.Module:
@@ -115,7 +115,9 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--out", type=Path, default=Path("out/nccl_host"))
     asked = parser.parse_args()
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "4000")
+    # By its name of before torch 2.10, and since.
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+        os.environ.setdefault(name, "4000")
     torch.set_num_threads(1)
     rows = []
     for ranks in map(int, asked.ranks.split(",")):

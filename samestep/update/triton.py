@@ -110,12 +110,8 @@ OfGroup = tuple[GroupMath, int, Sequence[Operand]]  # index, and operands on one
 Plans = dict[object, KernelPlan]  # by group, device, and number and first of operands
 
 
-def compile_kernels(
-    groups: Sequence[tuple[GroupMath, int, Sequence[Operand]]],
-    plans: Plans,
-    most: int | None = None,
-) -> None:
-    """Make the plans of some groups, by math, index and operands on one device; compile for all.
+def compile_kernels(groups: Sequence[OfGroup], plans: Plans, most: int | None = None) -> None:
+    """Make the plans of some groups on one device, and compile the kernels of all of them.
 
     A step that begins without plans calls it first, so that no group waits for those before it.
     """

@@ -11,8 +11,10 @@ pytest.importorskip("triton")
 
 from triton.runtime import _async_compile
 
+import samestep
 from samestep.kernels import launch as launches
 from samestep.kernels.launch import compile_ahead, is_compiling, launch
+from samestep.optimizer import rule_runner
 
 CPU = torch.device("cpu")
 
@@ -90,3 +92,28 @@ def test_one_rank_of_a_host_tells_that_it_takes_long(caplog, monkeypatch, rank, 
         compilers._tell()
     said = "compiling kernels for the first step: 1 of 1 so far are ready"
     assert (said in caplog.text) == told
+
+
+def test_all_groups_are_prepared_before_one_of_them_runs(monkeypatch):
+    seen = []
+
+    def prepare(groups, plans, most):
+        seen.append(("prepare", sorted(index for _, index, _ in groups), most))
+
+    def update(math, index, operands, plans, most):
+        seen.append(("update", index, len(operands)))
+        return []
+
+    monkeypatch.setattr(rule_runner, "prepare_on", lambda device: prepare)
+    monkeypatch.setattr(rule_runner, "executions_on", lambda device: (update, None))
+    params = [torch.nn.Parameter(torch.ones(4, 4, device="meta")) for _ in range(3)]
+    groups = [{"params": params[:2], "rule": "muon"}, {"params": params[2:], "rule": "adamw"}]
+    opt = samestep.MuonAdamW(groups, lr=0.1, batch_elements=64)
+    for absent in (None, None, params[0], None):
+        for param in params:
+            param.grad = None if param is absent else torch.ones(4, 4, device="meta")
+        opt.step()
+    both = [("update", 1, 1), ("update", 0, 2)]
+    fewer = [("update", 1, 1), ("update", 0, 1)]
+    prepared = ("prepare", [0, 1], 64)
+    assert seen == [prepared, *both, *both, prepared, *fewer, *both]

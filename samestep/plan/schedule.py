@@ -195,7 +195,7 @@ class PlacementShape(NamedTuple):
     """All that a schedule needs of a placement: elements per bucket, and its collectives."""
 
     bucket_sizes: tuple[int, ...]
-    agrees: bool  # on presence, with other ranks
+    agrees: bool  # on presence, with other ranks; only then its buckets are gathered
     reduces: bool
     overlaps: bool = False  # reductions may have begun inside backward
     defers: bool = False  # gathers are waited for by the next forward

@@ -1,7 +1,7 @@
 """The interface of placements: what a step, and whoever explains it, asks of parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from samestep.shards.values import ShardValues
 from samestep.shards.windows import OffloadSlice, OffloadUnit, Windows
 from samestep.update.offload import Staging
 from samestep.update.plain import GroupMaths, Operand
+
+if TYPE_CHECKING:
+    from samestep.shards.planner import Request
 
 Arrived = Callable[[WindowId], list[tuple[OffloadSlice, State]]]
 
@@ -40,6 +43,12 @@ class PlanMembers(NamedTuple):
 class Placement:
     """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing.
 
+    A kind whose `shape.agrees` defines at least `plans`, `make_state`, `begin_step`, `agree`,
+    `meet`, `run`, `operands`, `present`, `lines` and `abandon_step`, and sets the attributes that
+    have no default, and `held_by`. `run` gets the operations that its shape asks for: `Reduce` and
+    `Average`, `Gather` and `Place`, or those about chunks. `tests/inside/shards/test_kinds.py` has
+    a small one.
+
     values: state and whole values, for whoever asks between steps.
     params: those that are here, where there is a plan for them.
     group_indices: of the optimizer's groups, those that they are in.
@@ -54,7 +63,9 @@ class Placement:
     shape: PlacementShape
     device: torch.device
     group: RankGroup  # the ranks that hold the same of it, or of parts those that hold them all
-    held_by: RankGroup | None = None  # None: this process alone
+    # All ranks that have these parameters, for state dicts and what all agree on; None: this
+    # process alone. Set it wherever there are other ranks.
+    held_by: RankGroup | None = None
     sums_over: RankGroup | None = (
         None  # where sums of it are taken; None: over the optimizer's ranks
     )
@@ -64,6 +75,11 @@ class Placement:
     windows: Windows | None = None  # of state that stays on the host
     staging: Staging | None = None  # where it comes to, in a step
     _windows_of: Sequence[Tensor] = ()
+
+    @classmethod
+    def plans(cls, request: "Request") -> "Sequence[Placement]":
+        """The placements of a kind's parameters; none in one process. Collective."""
+        raise NotImplementedError
 
     def activate(self) -> None:
         """All plans are agreed on, and there is state: from now on it takes part."""
@@ -92,10 +108,19 @@ class Placement:
         return True
 
     def meet(self, call: Call, problem: RankFailure | None) -> None:
-        """Raise on all ranks if any has a problem, or makes another call than this one."""
+        """Raise on all ranks if any has a problem, or makes another call than this one.
+
+        Called where `shape.agrees`: `PresenceAgreement.meet` does it.
+        """
+        raise NotImplementedError
 
     def agree(self, problem: RankFailure | None) -> None:
-        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+        """Find out what is present anywhere; raises on all ranks if any has a problem.
+
+        Called where `shape.agrees`: `PresenceAgreement.agree` does it, given `intent`, and so
+        compares hyperparameters too.
+        """
+        raise NotImplementedError
 
     def operands(
         self, number: int, window: WindowId | None = None

@@ -86,6 +86,9 @@ class KeptByFirst(ShardValues, Placement):
         here = [param.grad is not None for param in self.params]
         self._present = self._presence.agree(here, problem, self.intent)
 
+    def meet(self, call, problem):
+        self._presence.meet(call, problem)
+
     def run(self, operation, maths):
         number = operation.bucket.bucket
         param, name = self.params[number], self._names[number]

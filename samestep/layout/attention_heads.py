@@ -1,4 +1,4 @@
-"""Attention heads: the rows of a layer's weights that make the queries and keys of each.
+"""Rows of a layer's weights that hold the queries and keys of each attention head.
 
     QKHeads.separate(32, 128, kv_heads=8)                        Llama: q_proj, k_proj
     QKHeads.fused("qkv.weight", 32, 128, kv_heads=8)             rows of Q, then of K, then of V
@@ -23,7 +23,7 @@ Part = Literal["q", "k", "rotary"] | None
 
 
 class HeadRows(NamedTuple):
-    """`size` rows that follow each other; `head` is a query head, or of "k" a key head."""
+    """Consecutive rows of one head; `head` numbers query heads, or key heads for part "k"."""
 
     part: Part
     head: int
@@ -46,7 +46,7 @@ class QKHeads:
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse heads that cannot share keys, or of which rows are missing."""
+        """Raise if heads cannot share keys, or rows of a head are missing."""
         if min(self.heads, self.kv_heads) < 1 or self.heads % self.kv_heads:
             raise ValueError(
                 f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
@@ -139,17 +139,17 @@ class QKHeads:
         return cls(heads, heads, {q: tuple(q_rows), kv: tuple(kv_rows)})
 
     def rows(self, weight: str) -> int:
-        """The number of rows of a weight."""
+        """Number of rows of a weight."""
         return sum(size for _, _, size in self.weights[weight])
 
     def told(self, weight: str) -> str:
-        """The rows of a weight in words: "4 queries of 6 rows, 2 keys of 6 rows"."""
+        """Rows of a weight as text: "4 queries of 6 rows, 2 keys of 6 rows"."""
         words = {"q": "queries", "k": "keys", "rotary": "rotary queries", None: "others"}
         counts = Counter((part, size) for part, _, size in self.weights[weight])
         return ", ".join(f"{n} {words[part]} of {size} rows" for (part, size), n in counts.items())
 
     def places(self, weight: str) -> list[int]:
-        """For each row of a weight, where its factor is in [1, q of each head, k, rotary]."""
+        """For each row of a weight, the index of its factor in [1, q of each head, k, rotary]."""
         starts: dict[Part, int] = {"q": 1, "k": 1 + self.heads}
         starts["rotary"] = starts["k"] + self.kv_heads
         return [
@@ -159,6 +159,6 @@ class QKHeads:
         ]
 
     def query_heads(self, weight: str, start: int, stop: int) -> list[int]:
-        """The query heads that some rows of a weight are of."""
+        """Query heads whose rows are in a weight."""
         places = self.places(weight)[start:stop]
         return sorted({place - 1 for place in places if 0 < place <= self.heads})

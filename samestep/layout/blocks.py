@@ -1,4 +1,4 @@
-"""Blocks: what has one owner under a matrix rule, as boxes of a parameter.
+"""Blocks: the parts of a parameter that a matrix rule treats as whole matrices.
 
 A block is one matrix, or several that lie in each other's gaps (`layout.splits`): then it travels
 and is kept as it is stored, and only who orthogonalizes looks at its matrices.
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class Block(NamedTuple):
-    """A range of rows of a parameter: `rows` rows from `row` on, of one matrix of a stack."""
+    """Consecutive rows of one matrix of a parameter: `rows` rows from `row` on."""
 
     matrix: int | None  # which matrix of a 3-D stack; None: the parameter is one matrix
     row: int

@@ -1,4 +1,4 @@
-"""Boxes of tensors: what a rank holds, for any way in which a mesh shards a tensor.
+"""Boxes of tensors: what a rank holds under any sharding over a mesh.
 
 Every rank holds one box: a range of each dim. A mesh axis either replicates, or cuts one dim into
 pieces of equal length, rounded up, so that the last ones may be short or empty (as `torch.chunk`
@@ -20,7 +20,7 @@ _PLAIN = (torch.nn.Parameter, Tensor)
 
 
 class Cut(NamedTuple):
-    """The action of a mesh axis on a tensor: it cuts `dim`, or replicates if that is None.
+    """What a mesh axis does to a tensor: shard `dim`, or replicate if it is None.
 
     `strided`: it cuts what axes to its right have cut before, into `split_factor` parts.
     """
@@ -41,7 +41,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box":
-        """The overlap of both; empty if there is none."""
+        """Intersection of two boxes; empty if they do not overlap."""
         pairs = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         starts = tuple(max(a, b) for a, _, b, _ in pairs)
         stops = [min(a + n, b + m) for a, n, b, m in pairs]
@@ -49,12 +49,12 @@ class Box(NamedTuple):
         return Box(starts, sizes)
 
     def within(self, outer: "Box") -> "Box":
-        """This region, counted from the start of `outer`."""
+        """This box relative to the start of `outer`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def shifted(self, outer: "Box") -> "Box":
-        """This region, counted from where `outer` is counted from: undoes `within`."""
+        """Inverse of `within`: this box relative to the start of the tensor."""
         offsets = tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
@@ -106,7 +106,7 @@ def replicas(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> list[int]:
 
 
 def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
-    """The axes that cut, in the order in which they do; raises if that is not known."""
+    """Mesh axes that shard, in the order in which they do; raises if it is unknown."""
     axes = [axis for axis, cut in enumerate(cuts) if cut.dim is not None]
     yield from (axis for axis in axes if not cuts[axis].strided)
     for axis in reversed(axes):
@@ -130,7 +130,7 @@ def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
 
 
 def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Boxes, in order, that make up elements start..stop-1 of a contiguous tensor.
+    """Boxes that together are elements start to stop - 1 of a contiguous tensor.
 
     At most two per dim but the first, and one more: in (4, 10), 7..32 is 7..9 of row 0, rows 1
     and 2, and 0..2 of row 3.
@@ -159,7 +159,7 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 
 class HeldBox(NamedTuple):
-    """A box of a larger tensor, and where this rank has it: a view of the box's sizes."""
+    """A box of a larger tensor, and the view that holds it on this rank."""
 
     box: Box
     tensor: Tensor
@@ -175,13 +175,13 @@ class HeldState(NamedTuple):
 
 
 def whole_box(tensor: Tensor) -> HeldBox:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     shape = tuple(tensor.shape)
     return HeldBox(Box((0,) * len(shape), shape), tensor)
 
 
 def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
-    """The boxes of a stretch of a contiguous tensor that begins at `start`; views of `values`."""
+    """Boxes of a range of a contiguous tensor, as views of `values`."""
     flat, done = values.view(-1), 0
     for box in range_boxes(shape, start, start + flat.numel()):
         yield HeldBox(box, flat[done : done + box.numel].view(box.sizes))
@@ -192,7 +192,7 @@ def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor; a plain tensor as it is."""
+    """Local tensor of a DTensor, or a plain tensor itself."""
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
@@ -226,7 +226,7 @@ def clone_in_place(tensor: Tensor) -> Tensor:
 
 
 def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """Placements of a gradient that need no communication: cut where its parameter is.
+    """Placements for a gradient that need no communication: those of its parameter.
 
     `torch.zeros_like` of a parameter that is cut gives zeros that are whole on every rank.
     """

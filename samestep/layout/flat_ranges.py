@@ -1,4 +1,4 @@
-"""Flat buffers as pure data: parameters end to end, cut into buckets, buckets into shards.
+"""Flat buffers as data: parameters end to end, divided into buckets and shards.
 
     buffer   | A A A A | B B B B B B | . | C C C | . . |        . is padding
     bucket   |---------- 0 --------------|----- 1 -----|
@@ -27,7 +27,7 @@ LITTLE = 1 / 1024
 
 
 class Range(NamedTuple):
-    """[start, stop) of a row of elements."""
+    """A half-open range [start, stop) of elements."""
 
     start: int
     stop: int
@@ -37,21 +37,21 @@ class Range(NamedTuple):
         return self.stop - self.start
 
     def normalize(self, start: int = 0) -> "Range":
-        """A range of the same size that begins at `start`."""
+        """A range of the same size from `start` on."""
         return Range(start, start + self.size)
 
     def within(self, outer: "Range") -> "Range":
-        """This region, counted from the start of `outer`."""
+        """This range relative to the start of `outer`."""
         return self.normalize(self.start - outer.start)
 
     def overlap(self, other: "Range") -> "Range":
-        """The overlap of both; empty if there is none."""
+        """Intersection of two ranges."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
 
 class Fragment(NamedTuple):
-    """The fragment of one parameter that one rank owns in one bucket."""
+    """Elements of one parameter that one rank owns in one bucket."""
 
     param: int
     bucket: int
@@ -63,7 +63,7 @@ class Fragment(NamedTuple):
 
 
 class FlatBucket(NamedTuple):
-    """A stretch of the buffer that travels together; `shards[rank]` is what the rank owns of it."""
+    """A range of the buffer sent in one collective; `shards[rank]` is what a rank owns."""
 
     in_buffer: Range
     params: tuple[int, ...]  # in the order in which they lie
@@ -71,7 +71,7 @@ class FlatBucket(NamedTuple):
 
 
 class FlatLayout(NamedTuple):
-    """One buffer: where each parameter lies, and its buckets."""
+    """Places of parameters in one flat buffer, and its buckets."""
 
     params: tuple[Range, ...]  # in the buffer, by index of the parameter
     buckets: tuple[FlatBucket, ...]
@@ -119,7 +119,7 @@ def equal_shards(
     shard_alignment: int = SHARD_ALIGNMENT,
     together: int = 1,
 ) -> FlatLayout:
-    """Lay out parameters of these sizes, given in the order in which they are to lie.
+    """Place parameters in the given order, with shards of equal size.
 
     `together`: shards cut parameters at multiples of so many elements, a power of two.
 
@@ -147,7 +147,7 @@ def equal_shards(
 
 
 class BlockSizes(NamedTuple):
-    """The blocks of one parameter, in order: elements of each, and FLOPs of its matrix rule."""
+    """Elements and FLOPs of each block of one parameter."""
 
     elements: tuple[int, ...]
     flops: tuple[int, ...]
@@ -161,7 +161,7 @@ def owner_shards(
     start_alignment: int = START_ALIGNMENT,
     columns: int = 1,
 ) -> FlatLayout:
-    """Lay out parameters such that every block lies whole in the shard of one rank.
+    """Place parameters so that every block lies in the shard of one rank.
 
     Parameters are given in the order in which they should become complete. A parameter lies end to
     end, so all its blocks have one owner, and owners are balanced by FLOPs; inside a bucket
@@ -209,7 +209,7 @@ def owner_shards(
 
 
 def _cut_between_blocks(flops: Sequence[int], loads: list[int]) -> list[int]:
-    """The owners of consecutive blocks, in rank order, such that all ranks end about equally busy.
+    """Assign consecutive blocks to ranks in order, with about equal work.
 
     `loads` are what the ranks do already, and are brought up to date.
     """
@@ -227,7 +227,7 @@ def _cut_between_blocks(flops: Sequence[int], loads: list[int]) -> list[int]:
 def _bucket_members(
     params: Sequence[BlockSizes], wide: set[int], bucket_elements: int
 ) -> Iterator[list[int]]:
-    """Neighbours that share a bucket; one that is too much for a rank is alone."""
+    """Group neighbouring parameters into buckets; a very large one is alone."""
     members: list[int] = []
     size = 0
     for index, param in enumerate(params):
@@ -247,7 +247,7 @@ def _bucket_members(
 
 
 def in_runs(items: Iterable[T], size_of: Callable[[T], int], most: float) -> list[list[T]]:
-    """Neighbours together; a run ends before it would grow past `most`, if it has more than one."""
+    """Group neighbours into runs of at most `most` elements, or of one member."""
     runs: list[list[T]] = []
     room = 0.0
     for item in items:
@@ -261,7 +261,7 @@ def in_runs(items: Iterable[T], size_of: Callable[[T], int], most: float) -> lis
 
 
 def _shared_size(size: int, ranks: int, alignment: int, least: int) -> int:
-    """Elements of a bucket that all ranks own equally: aligned as far as that costs little."""
+    """Elements of a bucket divided equally over ranks, aligned where that is cheap."""
     alignment = max(alignment, least)
     most = max(rounded_up(size, lcm(ranks, 128)), size + int(size * LITTLE))
     while rounded_up(size, ranks * alignment) > most and alignment > least:

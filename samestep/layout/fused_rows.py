@@ -1,4 +1,4 @@
-"""Rows of a fused weight or bias that are a parameter of their own.
+"""Rows of a fused weight that are stored as a parameter of their own.
 
 Under tensor parallel queries, keys and values of one matrix lie in parameters of their own, since
 each is cut by itself. The name says where the rows are: `qkv.weight[64:96]` has rows 64 to 95 of
@@ -35,7 +35,7 @@ class FusedRows(NamedTuple):
         return self.stop - self.start
 
     def own_splits(self, given: Sequence[int] | str, rows: int) -> tuple[int, ...]:
-        """The `split_sizes` of these rows, of all `rows`; raises if a block goes beyond."""
+        """The `split_sizes` that fall on these rows; raises if a block crosses their end."""
         sizes: Sequence[int] = () if isinstance(given, str) else given
         if isinstance(given, str):
             sizes, groups = split_of(given, rows)
@@ -56,24 +56,24 @@ class FusedRows(NamedTuple):
 
 
 def rows_in(name: str) -> FusedRows | None:
-    """The rows that a parameter's name tells of; None: it is no part of a fused one."""
+    """The rows that a parameter's name encodes; None if it is no part of a fused weight."""
     found = _ROWS.fullmatch(name)
     return found and FusedRows(found["whole"], int(found["start"]), int(found["stop"]))
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name without the parts that torch.compile and checkpointing put in."""
+    """A name without prefixes of torch.compile and checkpoint wrappers."""
     return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
 
 
 def whole_name(name: str) -> str:
-    """The name of the fused parameter, or the parameter's own."""
+    """Name of the fused parameter, or the name itself."""
     part = rows_in(name)
     return name if part is None else part.whole
 
 
 def in_order(names: Iterable[str]) -> list[FusedRows]:
-    """The parts of one fused parameter from its first row on; raises if rows are missing."""
+    """Parts of one fused parameter, sorted by row; raises if rows are missing."""
     parts = sorted((part for part in map(rows_in, names) if part), key=lambda part: part.start)
     end = 0
     for part in parts:
@@ -92,7 +92,7 @@ _apart: ContextVar[bool] = ContextVar("parts of fused parameters stay apart", de
 
 @contextmanager
 def parts_apart() -> Iterator[None]:
-    """State dicts that are made meanwhile have parts by themselves, and nothing is gathered."""
+    """Context in which state dicts keep the parts of fused parameters apart."""
     before = _apart.set(True)
     try:
         yield
@@ -101,5 +101,5 @@ def parts_apart() -> Iterator[None]:
 
 
 def are_apart() -> bool:
-    """Whether state dicts shall have parts by themselves."""
+    """Whether state dicts keep parts of fused parameters apart now."""
     return _apart.get()

@@ -1,4 +1,4 @@
-"""Whether tensors have memory in common, whatever their shapes and strides."""
+"""Detects tensors that share memory, whatever their shapes and strides."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ UNKNOWN = ("meta", "xla")  # devices whose tensors do not tell where they lie
 
 
 class _Span(NamedTuple):
-    """The bytes from a tensor's first to its last; `dense`: all of them are its own."""
+    """Address range of a tensor; `dense` if it fills the range."""
 
     start: int
     stop: int
@@ -25,7 +25,7 @@ class _Span(NamedTuple):
 def overlap(
     named: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]] = ()
 ) -> tuple[str, str] | None:
-    """The names of two tensors with an element in common; None: each has memory of its own.
+    """Names of two tensors that share an element; None if there are none.
 
     Of DTensors what this rank holds. `others` are compared with the first ones alone. Tensors that
     only lie in one storage, such as views of one buffer beside each other, have nothing in common.
@@ -66,7 +66,7 @@ def _span(name: str, tensor: Tensor, counts: bool) -> _Span | None:
 
 
 def _have_common(one: _Span, other: _Span) -> bool:
-    """Whether two that overlap as ranges share an element: columns may lie between each other."""
+    """Whether two tensors with overlapping ranges share an element."""
     if one.dense and other.dense:
         return True
     start = min(one.start, other.start)
@@ -76,7 +76,7 @@ def _have_common(one: _Span, other: _Span) -> bool:
 
 
 def _bytes_in(marks: Tensor, span: _Span, start: int) -> Tensor:
-    """The marks of a tensor's bytes."""
+    """Offsets of all bytes of a tensor."""
     tensor = span.tensor
     strides = [stride * tensor.itemsize for stride in tensor.stride()]
     sizes = (*tensor.shape, tensor.itemsize)

@@ -1,4 +1,4 @@
-"""Owners: which rank runs the matrix rule on which block."""
+"""Assigns blocks to owners, the ranks that run the matrix rule on them."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Balance(NamedTuple):
-    """The balance of work and state of an assignment, as ratios to the mean (1.0 is even)."""
+    """Largest work and state of a rank over the mean; 1.0 is even."""
 
     busiest: float  # FLOPs of the busiest rank over the mean
     bound: float  # what no assignment can beat
@@ -21,7 +21,7 @@ def balanced_owners(
     max_size_ratio: float | None = None,
     loads: Sequence[int] | None = None,
 ) -> list[int]:
-    """Give each block to the least busy rank, largest blocks first; ties go to the emptiest.
+    """Assign each block to the least busy rank, largest first.
 
     `flops` and `sizes` are per block. With `max_size_ratio` a rank takes no block that lifts
     its total size above that multiple of the mean, as long as another rank has room: work
@@ -49,7 +49,7 @@ def balanced_owners(
 
 
 def dealt(owner: int, ranks: int, columns: int) -> int:
-    """The place of an owner where the ranks of a column are neighbours, one of each host.
+    """Reorder owners so that neighbours are on different hosts.
 
     Owners that follow each other are in different columns: what crosses between hosts is shared by
     all ranks of a host.
@@ -58,7 +58,7 @@ def dealt(owner: int, ranks: int, columns: int) -> int:
 
 
 def cyclic_owners(count: int, ranks: int) -> list[int]:
-    """Block i belongs to rank i mod ranks."""
+    """Assign block i to rank i mod ranks."""
     return [block % ranks for block in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""Splits: the rows of a stored matrix that are matrices of their own, and how they lie in it.
+"""Parses `split_sizes`: which rows of a stored matrix are matrices of their own.
 
     split_sizes=(64, 16, 16)             rows after rows: Q, K, V
     split_sizes="halves"                 two of equal size: gate, up
@@ -25,14 +25,14 @@ _INTERLEAVED = re.compile(r"interleaved:(?P<parts>\d+(\+\d+)*)x(?P<groups>\d+)")
 
 
 class Split(NamedTuple):
-    """`groups` times rows of each matrix, one after the other; one group: row after row."""
+    """Row counts of the matrices, repeated in `groups` groups."""
 
     sizes: tuple[int, ...]  # rows of each matrix in one group
     groups: int = 1
 
 
 class Form(NamedTuple):
-    """The form of a block whose matrices are not ranges of its rows."""
+    """A block whose matrices are not contiguous rows of it."""
 
     split: Split
     transposed: bool
@@ -43,7 +43,7 @@ class Form(NamedTuple):
         return tuple((size * self.split.groups, cols) for size in self.split.sizes)
 
     def views(self, block: Tensor) -> list[Tensor]:
-        """Each matrix of a block (rows, cols): (out, in), or (groups, out of a group, in).
+        """Each matrix of a block as a view (out, in) or (groups, out per group, in).
 
         Of a stack of blocks (B, rows, cols) each has B of them.
         """
@@ -56,11 +56,11 @@ class Form(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """The stored dim that is cut: its place says which matrix an element is of."""
+        """The stored dim along which the matrices are interleaved."""
         return int(self.transposed)
 
     def numbers(self) -> list[int]:
-        """By place of that dim the matrix that it belongs to."""
+        """The matrix that each index of that dim belongs to."""
         sizes, groups = self.split
         return [number for number, size in enumerate(sizes) for _ in range(size)] * groups
 
@@ -70,7 +70,7 @@ def _brief(sizes: tuple[object, ...]) -> str:
 
 
 def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
-    """The meaning of `split_sizes` for matrices of so many rows; raises with the way out."""
+    """Parse `split_sizes` for matrices with this number of rows; raises with a remedy."""
     if given is None:
         return Split((rows,))
     if isinstance(given, str):
@@ -122,7 +122,7 @@ def _equal(given: str, rows: int, parts: int) -> tuple[int, ...]:
 
 
 def _whole_if_one(split: Split) -> Split:
-    """Whether the rows of each matrix lie one after the other: of one matrix, or of one group."""
+    """Whether the rows of each matrix are contiguous."""
     if len(split.sizes) == 1:
         return Split((split.sizes[0] * split.groups,))
     return split

@@ -1,4 +1,4 @@
-"""Named axes of ranks, and the contract of what is sharded over them."""
+"""Meshes with named axes of ranks, and checks that models fit them."""
 
 from samestep.mesh.build import Mesh, build
 from samestep.mesh.degrees import AXES, Degrees, DegreesError

@@ -1,4 +1,4 @@
-"""From degrees to torch's DeviceMesh, on groups of the registry.
+"""Builds a DeviceMesh from degrees, on process groups of the registry.
 
 All groups that parameters will need are compared before one is made, and kept inside hosts. Groups
 that the user has made are taken.
@@ -26,12 +26,12 @@ LOCAL_AXES = {"model": "tp", "expert": "ep"}  # they talk inside every layer
 
 
 class DuplicateGroupError(RuntimeError):
-    """Refuse two groups of the same ranks: one that is made twice has hung NCCL."""
+    """Raised for two groups of the same ranks, which can hang NCCL."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of this world by axis. `build` makes it."""
+    """A DeviceMesh with degrees and named axes; made by `build`."""
 
     degrees: Degrees
     device_mesh: DeviceMesh  # the axes of `degrees.axes`
@@ -41,7 +41,7 @@ class Mesh:
     hosts: tuple[str, ...]  # by rank
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """One axis as a mesh; None where it has one rank (data is always there)."""
+        """The submesh of one axis; None if it has one rank (data always exists)."""
         if name not in self.degrees.sizes:
             known = ", ".join(self.degrees.sizes)
             raise ValueError(f"the mesh has no axis {name!r}; its axes are {known}")
@@ -70,7 +70,7 @@ def build(
     across_hosts: bool = False,
     groups: DeviceMesh | Iterable[dist.ProcessGroup] = (),
 ) -> Mesh:
-    """Divide the ranks of the default group. All of them call it, with the same arguments.
+    """Build a mesh over all ranks. Collective, with the same arguments on every rank.
 
     Nothing is made before all sizes fit, all ranks agree and groups stay inside their hosts.
 
@@ -136,7 +136,7 @@ def build(
 def _device_mesh(
     degrees: Degrees, along: Mapping[str, Sequence[int]], device_type: str
 ) -> DeviceMesh:
-    """A mesh over all ranks; `along`: by name of an axis, those that this rank meets there."""
+    """A DeviceMesh over all ranks; `along` has the peers of this rank by axis."""
     groups = [registry.of_ranks(ranks) for ranks in along.values()]
     return DeviceMesh.from_group(
         [group.handle for group in groups if group is not None],  # all are known, and I am in all
@@ -147,7 +147,7 @@ def _device_mesh(
 
 
 def model_axis_in_two(mesh: Mesh, sets: int) -> DeviceMesh:
-    """The model axis as ("model_sets", "model_copies"): sets of neighbours that hold the same.
+    """The model axis split into ("model_sets", "model_copies"), neighbours holding copies.
 
     All ranks of the default group call it, also those of other pipeline stages.
     """
@@ -181,7 +181,7 @@ def require_single_groups() -> None:
 
 
 def axes_with_groups(degrees: Degrees) -> list[tuple[str, ...]]:
-    """The axes along which there are groups, in the order of their creation.
+    """Axes that need process groups, in the order of their creation.
 
     One for each axis; then those of several axes together that parameters are spread over: the
     optimizer gathers norms and matrices among all ranks that hold a part.
@@ -199,7 +199,7 @@ def adopt_groups(
     wanted: Iterable[Sequence[int]],
     device: torch.device | None,
 ) -> None:
-    """Take groups that somebody else has made for those that are wanted of the same ranks.
+    """Use the caller's process groups where they have the required ranks.
 
     All ranks of the default group call it. `device` is None where there are no other ranks to ask.
 
@@ -249,7 +249,7 @@ def adopt_groups(
 def make_groups(
     groups: Iterable[Sequence[int]], timeout: timedelta | None, device: torch.device | None
 ) -> None:
-    """Make process groups in one order. All ranks of the default group call it with the same ones.
+    """Make process groups in one order. Collective, with the same groups on every rank.
 
     Ranks compare first, so that none waits for a group that others do not make. `device` is None
     where there are no other ranks to ask.

@@ -1,4 +1,4 @@
-"""`samestep mesh`: the map of a mesh and the verdict of the contract, without any rank."""
+"""`samestep mesh`: prints the map of a mesh and checks model sizes, without ranks."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print map, facts and verdict; 2 if the model does not fit."""
+    """Print map, facts and verdict; return 2 if the model does not fit."""
     try:
         degrees, sizes, hosts = options.degrees, options.sizes, _hosts(options)
         if hosts and not options.across_hosts:
@@ -129,7 +129,7 @@ def _write_picture(path: Path, degrees: Degrees, hosts: Sequence[str]) -> None:
 
 
 def _as_flags(text: str) -> str:
-    """An error in the words of whoever called the command."""
+    """Rewrite an error with the names of the command's flags."""
     return text.replace("across_hosts=True", "--across-hosts").replace(
         "sequence_parallel shares", "--sp shares"
     )

@@ -1,4 +1,4 @@
-"""The contract between a model's sizes and the degrees: what must divide what."""
+"""Checks that sizes of a model are divisible by the degrees of a mesh."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -8,12 +8,12 @@ from samestep.mesh.degrees import Degrees, nearest_multiples
 
 
 class ContractError(ValueError):
-    """Sizes of a model that do not fit the degrees. The text names all of them, with numbers."""
+    """Raised for sizes that do not fit the degrees; the text has all of them."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model that are cut. 0: the model has none, or they are not cut."""
+    """Sizes of a model that axes divide; 0: not checked."""
 
     heads: int = 0  # query heads
     kv_heads: int = 0  # 0: as many as heads
@@ -43,7 +43,7 @@ class ModelSizes:
 
 
 class Term(NamedTuple):
-    """One line of the contract: `size` must be a multiple of `degree`."""
+    """One requirement: `size` must be a multiple of `degree`."""
 
     what: str
     size: int
@@ -77,7 +77,7 @@ def terms(sizes: ModelSizes, degrees: Degrees) -> list[Term]:
 
 
 def check(sizes: ModelSizes, degrees: Degrees) -> None:
-    """Raise ContractError with every line that does not hold, and sizes that would."""
+    """Raise ContractError with every violated requirement, and sizes that would fit."""
     broken = [str(term) for term in terms(sizes, degrees) if not term.holds]
     if broken:
         several = "" if len(broken) == 1 else f"{len(broken)} sizes do not fit: "
@@ -107,7 +107,7 @@ def _all_terms(sizes: ModelSizes, degrees: Degrees) -> Iterator[Term]:
 
 
 def _choices(degrees: Degrees, name: str, sizes: list[int]) -> tuple[int, ...]:
-    """Values of one degree, all others kept, that divide the world and all of these sizes."""
+    """Values of one degree that divide the world and all sizes, the others unchanged."""
     room = degrees.data * getattr(degrees, name)
     fits = range(1, room + 1)
     return tuple(n for n in fits if all(whole % n == 0 for whole in (room, *sizes)))

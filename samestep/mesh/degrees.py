@@ -1,4 +1,4 @@
-"""Degrees: the number of ranks on each axis, from which everything else follows."""
+"""Degrees: the number of ranks on each mesh axis."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ AXES = ("pipe", "replicate", "data", "expert", "model")  # the last one varies f
 
 
 class DegreesError(ValueError):
-    """Sizes that do not fit together. The text names all of them, and sizes that work."""
+    """Raised for degrees that do not fit together; the text has all problems and remedies."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The division of a world of ranks. Each rank has one place on each axis of `AXES`.
+    """How many ranks each axis has; every rank has one coordinate on each axis of `AXES`.
 
     A batch is divided over `batch_ranks`. Dense parameters are reduced over all of them; experts
     over those with the same experts. Both are divided by `batch_ranks`.
@@ -36,17 +36,17 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Ranks that shard one copy of the model, apart from the expert axis."""
+        """Ranks that shard one copy of the model, not counting the expert axis."""
         return self.world // (self.pp * self.replicate * self.ep * self.tp)
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different tokens, apart from the expert axis."""
+        """Ranks that see different tokens, not counting the expert axis."""
         return self.world // (self.pp * self.tp * self.ep)
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks whose losses are averaged: what sums of gradients are divided by."""
+        """Ranks whose losses are averaged, the divisor of gradient sums."""
         return self.data_parallel * (self.ep if self.ep_carries_data else 1)
 
     @property
@@ -62,7 +62,7 @@ class Degrees:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that a mesh has: those of more than one rank, and always data."""
+        """Axes with more than one rank, and always data."""
         return {axis: size for axis, size in self.sizes.items() if size > 1 or axis == "data"}
 
     @property
@@ -80,14 +80,14 @@ class Degrees:
         return {axis: places[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at a place; axes that are not named count as 0."""
+        """The rank at a coordinate; missing axes count as 0."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + coordinates.get(axis, 0)
         return rank
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from this one at most on these axes, itself among them."""
+        """Ranks that differ from this one only on these axes, including itself."""
         here = self.coordinates(rank)
         found = [here]
         for axis in axes:
@@ -125,7 +125,7 @@ class Degrees:
             )
 
     def _misfits(self) -> Iterator[str]:
-        """Products that do not divide the world, with the nearest sizes that do."""
+        """Products that do not divide the world, with the nearest that do."""
         degrees = {name: getattr(self, name) for name in ("pp", "replicate", "ep", "tp")}
         product = prod(degrees.values())
         if self.world % product == 0:

@@ -1,4 +1,4 @@
-"""Combinations that are known to be fragile under torch.compile: they run eager by default."""
+"""Gates: combinations that torch.compile handles badly run eager unless opened."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +11,7 @@ PREFIX = "SAMESTEP_COMPILE_"
 
 
 class CompileFacts(NamedTuple):
-    """The facts that a gate may look at, beside the degrees."""
+    """Facts that gates look at, beside the degrees."""
 
     experts: bool = False
     capacity: bool = False  # a fixed number of places per expert, padded
@@ -19,7 +19,7 @@ class CompileFacts(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A combination that is not compiled unless somebody opens the gate."""
+    """A combination that is not compiled unless the gate is opened."""
 
     name: str
     closes: Callable[[Degrees, CompileFacts], bool]
@@ -52,7 +52,7 @@ GATES = (
 
 @dataclass(frozen=True)
 class Decision:
-    """A decision: what was asked for, what runs, and why."""
+    """Whether blocks are compiled: request, result and reason."""
 
     requested: str
     actual: str
@@ -82,7 +82,7 @@ def decide(
     open_gates: Collection[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> Decision:
-    """Whether to compile, and why not.
+    """Decide whether to compile, with the reason.
 
     Args:
         requested: Whether compilation was asked for.

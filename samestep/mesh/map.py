@@ -1,4 +1,4 @@
-"""The map of a mesh: each rank with its place on every axis and its peers there."""
+"""The map of a mesh: the coordinates and peers of each rank."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -55,7 +55,7 @@ def show(degrees: Degrees, stream: TextIO, hosts: Sequence[str] = ()) -> None:
 
 
 def shortened(ranks: Sequence[int]) -> str:
-    """Ranks in few characters: neighbours, ranks at equal distances, or a list."""
+    """A list of ranks as short text."""
     if len(ranks) < 4:
         return " ".join(map(str, ranks))
     step = ranks[1] - ranks[0]

@@ -1,4 +1,4 @@
-"""The map of a mesh as a picture: who shares a matrix, the experts, a copy of the model."""
+"""Draws the map of a mesh as nested frames."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ LOOK: Any = {"boxstyle": "round,pad=0,rounding_size=0.12", "linewidth": 1.3}
 
 
 def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
-    """Frames inside frames, one per place on each axis; a PNG."""
+    """Draw one frame per coordinate on each axis; returns a PNG."""
     if degrees.world > MOST_RANKS:
         raise ValueError(
             f"a picture can show at most {MOST_RANKS} ranks, and the mesh has "
@@ -62,7 +62,7 @@ def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
 
 
 def _size(nested: Sequence[tuple[str, int]], tp: int) -> tuple[float, float]:
-    """Width and height of everything inside these frames, which lie beside or below each other."""
+    """Width and height of nested frames."""
     if not nested:
         return tp * CELL, CELL
     (axis, count), *inner = nested

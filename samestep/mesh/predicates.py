@@ -1,4 +1,4 @@
-"""Facts that decide which code runs, computed from degrees: never from what objects exist.
+"""Facts derived from degrees that decide which code runs, equal on all ranks.
 
 Every rank tells them in one line before the first step, all are compared, and the receipt has
 them.
@@ -18,7 +18,7 @@ from samestep.mesh.spmd import SpmdMesh
 
 @dataclass(frozen=True)
 class Predicates:
-    """The features that are on, the same on all ranks."""
+    """Features that are on."""
 
     pipeline_active: bool  # blocks are divided among ranks
     copies_active: bool  # whole copies of the sharded model exist (HSDP)
@@ -33,7 +33,7 @@ class Predicates:
 
 
 def predicates(degrees: Degrees, *, experts: bool, fsdp: bool = True) -> Predicates:
-    """The facts of these degrees, for a model that has experts or not, sharded by FSDP2 or not."""
+    """Derive the facts for a model with or without experts and FSDP2."""
     return Predicates(
         pipeline_active=degrees.pp > 1,
         copies_active=degrees.replicate > 1,
@@ -55,7 +55,7 @@ def trace(
     observed: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Tell this rank's line, compare all ranks', and return what belongs in the receipt.
+    """Print this rank's facts, compare them between ranks, and return the receipt's entry.
 
     Args:
         mesh: From `build`.
@@ -84,7 +84,7 @@ def trace_program(
     observed: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """`trace` of one program for several devices, which all run the same code."""
+    """Like `trace`, for one XLA program."""
     devices = ",".join(map(str, mesh.devices))
     line, told = _line(f"program mesh={mesh.name} devices={devices}", facts, observed)
     tell(line)
@@ -95,7 +95,7 @@ Told = dict[str, Any]
 
 
 def _line(start: str, facts: Predicates, observed: Mapping[str, Any] | None) -> tuple[str, Told]:
-    """The facts, in words and by name."""
+    """The facts as a line of text."""
     told = asdict(facts) | {f"seen.{name}": value for name, value in (observed or {}).items()}
     return " ".join([start, *(f"{name}={value}" for name, value in told.items())]), told
 
@@ -107,7 +107,7 @@ def _compared(
     of_ranks: Mapping[int, tuple[str, Told]],
     who: str,
 ) -> dict[str, Any]:
-    """The record for the receipt, if ranks share the facts and did what these say."""
+    """The receipt's entry, after ranks were found to agree in facts and actions."""
     known = asdict(facts)
     problems = _differences({rank: told for rank, (_, told) in of_ranks.items()})
     for rank, (_, told) in of_ranks.items():
@@ -132,7 +132,7 @@ def _compared(
 
 
 def _differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Facts that ranks do not share; who has nothing to say of one has no say."""
+    """Facts that differ between ranks or from what the model shows."""
     found = []
     for name in dict.fromkeys(name for facts in of_ranks.values() for name in facts):
         by_value: dict[str, list[int]] = {}

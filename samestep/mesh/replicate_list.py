@@ -1,4 +1,4 @@
-"""The replicate list: parameters that stay whole on every rank while it computes.
+"""The replicate list: parameters that must not be sharded in computation.
 
 Weights that hold several projections one after the other (queries, keys and values; gate and up)
 stay whole as well, unless a plan tells their parts (`Plan.fused`): rows are cut in equal parts from
@@ -49,11 +49,11 @@ SEPARATE = (
 
 
 class ReplicateListError(ValueError):
-    """Parameters that are cut although nothing allows it. The text names all of them."""
+    """Raised for sharded parameters that must stay whole; the text names all."""
 
 
 class ShardRule(NamedTuple):
-    """Allows parameters to be cut along a dim over an axis.
+    """Permission to shard matching parameters along a dim over an axis.
 
     `although` is the reason why something on the replicate list may be cut all the same: some
     code makes it right, and the reason names it.
@@ -69,13 +69,13 @@ class ShardRule(NamedTuple):
 
 
 class ReplicateList(NamedTuple):
-    """Patterns of what stays whole, by what they are, and rules of what may be cut."""
+    """Patterns of parameters that stay whole, and rules for those that may be sharded."""
 
     rules: tuple[ShardRule, ...] = ()
     patterns: Mapping[str, tuple[str, ...]] = DEFAULT_PATTERNS
 
     def kind(self, name: str) -> str | None:
-        """The entry of the list for a parameter; None if there is none."""
+        """Why a parameter must stay whole; None if it need not."""
         lowered = name.lower()
         for kind, patterns in self.patterns.items():
             if any(fnmatchcase(lowered, pattern) for pattern in patterns):
@@ -88,7 +88,7 @@ class ReplicateList(NamedTuple):
         whole_shapes: Mapping[str, Size] | None = None,
         cuts_of: Cuts | None = None,
     ) -> None:
-        """Raise unless everything that is cut may be.
+        """Raise unless every sharded parameter may be sharded.
 
         Args:
             model: After it was laid out.
@@ -112,7 +112,7 @@ class ReplicateList(NamedTuple):
             raise ReplicateListError("; ".join(told))
 
     def _problem(self, name: str, dims: int, axis: str, dim: int) -> str:
-        """The reason why a cut is not allowed; empty if it is."""
+        """Why a sharding is not allowed; empty if it is."""
         names = {name, whole_name(name)}  # a rule for a fused weight is one for its parts
         matching = [
             rule
@@ -138,12 +138,12 @@ class ReplicateList(NamedTuple):
 
 
 def shapes(model: nn.Module) -> dict[str, Size]:
-    """The shape of each parameter, to be remembered before a model is laid out."""
+    """Shapes of all parameters before a model is laid out."""
     return {name: param.shape for name, param in model.named_parameters()}
 
 
 def cuts(param: nn.Parameter) -> Iterator[tuple[str, int]]:
-    """The axes over which a parameter is cut while it is computed with, and the dims."""
+    """Mesh axes and dims over which a parameter is sharded during computation."""
     if not isinstance(param, DTensor):
         return
     names: Sequence[str] = param.device_mesh.mesh_dim_names or ()

@@ -1,4 +1,4 @@
-"""The mesh of one XLA program (SPMD): the same axes as on ranks, and no groups.
+"""The mesh of one XLA SPMD program, with the same axes as on ranks.
 
 A device stands for a rank: place r of the mesh has the coordinates that rank r has in a `Mesh` of
 the same degrees. Where parts of a tensor are is a spec, for each of its dims the axes that cut it,
@@ -25,12 +25,12 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 class SpmdMeshError(ValueError):
-    """Devices or axes that are not those of the program and its degrees."""
+    """Raised for devices or axes that do not fit the program and its degrees."""
 
 
 @dataclass(frozen=True)
 class SpmdMesh:
-    """The devices of one XLA program by axis. `build_spmd` makes it.
+    """Devices of one XLA program by axis; made by `build_spmd`.
 
     devices: The id of the device at each place; the last axis varies fastest.
     slices: The name of the slice that each place is in; inside of one, devices have fast links.
@@ -45,7 +45,7 @@ class SpmdMesh:
         return self.degrees.name
 
     def tiling(self, spec: Spec) -> Tiling:
-        """Parts and copies of a tensor with this spec."""
+        """The tiling of a tensor with this partition spec."""
         sizes = self.degrees.sizes
         cutting = [axis for axes in spec for axis in axes]
         unknown = [axis for axis in cutting if axis not in sizes]
@@ -65,7 +65,7 @@ class SpmdMesh:
         return Tiling(tiles, tuple(moved.flatten().tolist()))
 
     def spec_of(self, tiling: Tiling) -> Spec | None:
-        """The spec whose tiling this is; None if parts do not lie along the axes of this mesh."""
+        """The partition spec of a tiling; None if it does not follow the axes."""
         sizes = self.degrees.sizes
         if sorted(tiling.devices) != sorted(self.devices):
             return None
@@ -87,7 +87,7 @@ class SpmdMesh:
 
     @property
     def xla(self) -> "XlaMesh":
-        """The same as a mesh of torch_xla's, for `xs.mark_sharding` of one's own tensors."""
+        """This mesh as a torch_xla mesh, for `xs.mark_sharding`."""
         import torch_xla.distributed.spmd as xs
 
         sizes = self.degrees.axes
@@ -138,7 +138,7 @@ def build_spmd(
 
 
 def devices_of(mesh: Any, degrees: Degrees, known: Sequence[int]) -> tuple[int, ...]:
-    """The devices of a mesh of torch_xla's, in the order of our axes. Raises if it does not fit."""
+    """Devices of a torch_xla mesh in the order of the axes; raises if they do not fit."""
     names, shape = mesh.axis_names, tuple(mesh.mesh_shape)
     sizes = {axis: size for axis, size in degrees.sizes.items() if axis != "pipe"}
     wanted = ", ".join(f"{axis} {size}" for axis, size in degrees.axes.items())
@@ -173,7 +173,7 @@ def devices_of(mesh: Any, degrees: Degrees, known: Sequence[int]) -> tuple[int, 
 
 
 def _of_devices(text: str) -> str:
-    """An error about hosts in the words of one program."""
+    """Rewrite an error about ranks for devices."""
     for old, new in (
         ("inside a host", "inside a slice"),
         ("ranks ", "devices "),

@@ -1,1 +1,1 @@
-"""A model laid out over a mesh: tensor, sequence, expert, data and pipeline parallel."""
+"""Tensor, sequence, expert, data and pipeline parallel for a model on a mesh."""

@@ -1,4 +1,4 @@
-"""A plan applied to a model: everything in the order that is right, and looked at afterwards."""
+"""Applies a plan to a model: shards its layers in the right order, and checks the result."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def apply(
     fsdp: bool = True,
     recompute: bool | What = False,
 ) -> dict[str, Any]:
-    """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
+    """Lay a model, or a stage of it, out over a mesh. Collective.
 
     Experts and matrices are cut first, since FSDP2 shards what is left on a rank; FSDP2 comes
     last, from the inside out. Make the optimizer afterwards.
@@ -87,7 +87,7 @@ def apply(
 
 
 def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
-    """The parts of a model that a plan allows to be cut."""
+    """Rules for the parameters that a plan may shard."""
     dims = {"embedding": 1, "head": 0, "column": 0, "row": 1}
     rules = [
         ShardRule(f"{name}.{key}", "model", 0 if param.dim() == 1 else dim)
@@ -107,7 +107,7 @@ def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
 def check_sizes(
     model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], degrees: Degrees
 ) -> None:
-    """Raise unless all that shall be cut is there, and has equal parts."""
+    """Raise unless every sharded dim can be divided evenly."""
     if degrees.ep > 1 and not any(rule.axis == "expert" for rule in rules):
         raise PlanError(
             f"the mesh has ep={degrees.ep}, and the plan names no experts: name them in "
@@ -139,7 +139,7 @@ def check_sizes(
 
 
 def refuse_experts_in_branches(model: nn.Module, plan: Plan) -> None:
-    """Experts take the part of the stream that a rank has: inside of a branch it is whole."""
+    """Raise if a module in `branches` holds experts, which need their own tokens."""
     for name, module in plan.named(model, "branches"):
         stacks = [stack for stack, _ in plan.stacks(model) if stack.startswith(f"{name}.")]
         if stacks or any(isinstance(inner, TokenDispatch) for inner in module.modules()):
@@ -173,7 +173,7 @@ def _refuse_unasked(extra: Mapping[str, int]) -> None:
 
 
 def hooks_of(model: nn.Module) -> dict[str, int]:
-    """The number of hooks around each module's forward. torch has no public count."""
+    """Number of forward hooks of each module."""
     return {
         name: len(module._forward_pre_hooks) + len(module._forward_hooks)
         for name, module in model.named_modules()
@@ -181,7 +181,7 @@ def hooks_of(model: nn.Module) -> dict[str, int]:
 
 
 def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
-    """Facts that the laid-out model shows of itself, without a look at the degrees."""
+    """Facts read from the laid-out model, independent of the degrees."""
     params = list(model.parameters())
     cut = {axis for param in params for axis, _ in cuts(param)}
     stacks_cut = {axis for param in params if param.dim() == 3 for axis, _ in cuts(param)}

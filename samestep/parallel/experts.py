@@ -1,4 +1,4 @@
-"""Experts that live on several ranks: tokens travel to those that they have chosen, and back.
+"""Expert parallel: tokens travel to the ranks of their experts and back.
 
 An expert that all tokens share needs none of that: it runs while rows travel to the others, and its
 backward while their gradients travel back.
@@ -35,14 +35,14 @@ Experts = Callable[..., Tensor]
 
 
 def load_of(chosen: Tensor, choices: int) -> Tensor:
-    """The number of times that each expert was chosen, (choices,), in whole numbers."""
+    """How often each expert was chosen, (choices,), integers."""
     flat = chosen.flatten()
     # No bincount, whose size depends on data, as far as torch.compile knows.
     return flat.new_zeros(choices).scatter_add(0, flat, torch.ones_like(flat))
 
 
 def local(param: Tensor) -> Tensor:
-    """The weights that this rank computes with, for a module that works on its own tokens.
+    """Local weights of a module that works on its own tokens.
 
     Ranks that have copies have seen different tokens: each knows a part of the gradient.
     """
@@ -53,7 +53,7 @@ def local(param: Tensor) -> Tensor:
 
 
 class Places(NamedTuple):
-    """The places of a dispatch's experts and tokens."""
+    """Ranks of the experts and of the tokens of a dispatch."""
 
     exchange: dist.ProcessGroup | None = None  # who share the experts and bring tokens of their own
     same_tokens: DeviceMesh | None = None  # who share the experts and all have the same tokens
@@ -77,7 +77,7 @@ class Places(NamedTuple):
 
 
 class ProgramPlaces(NamedTuple):
-    """The places of a dispatch's tokens and experts in one program for several devices.
+    """Devices of tokens and experts of a dispatch in one XLA program.
 
     groups: Parts of the tokens, each with room of its own at every expert.
     tokens: How (groups, n, C) lies.
@@ -90,7 +90,7 @@ class ProgramPlaces(NamedTuple):
 
 
 class TokenDispatch(nn.Module):
-    """Gives every expert the tokens that chose it, and every token the mix of what they made.
+    """Sends each token to its chosen experts, and returns the weighted sum of their outputs.
 
         self.dispatch = TokenDispatch(experts=8)
         mixed = self.dispatch(tokens, chosen, weights, self.experts)
@@ -165,7 +165,7 @@ class TokenDispatch(nn.Module):
     def _enter(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensor that this rank computes on; its gradients are parts of the whole."""
+        """The input on this rank, whose gradients are summed over ranks."""
         _, same, model, given, wanted = self.places
         if model is not None:
             if given.is_replicate() and not wanted.is_replicate() and len(tokens) % model.size():
@@ -184,7 +184,7 @@ class TokenDispatch(nn.Module):
         return tokens, chosen, weights
 
     def _leave(self, mixed: Tensor) -> Tensor:
-        """The sum of what ranks made of the same tokens, held as they came."""
+        """Sum the outputs of ranks for the same tokens."""
         _, same, model, given, wanted = self.places
         if same is not None:
             mixed = _moved(mixed, same, Partial(), Replicate(), back=True)
@@ -196,7 +196,7 @@ class TokenDispatch(nn.Module):
     # --- sizes follow the data ---------------------------------------------------------------
 
     def _all_are_here(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        """Dispatch without a look at the counts: every expert is here, and every row has one."""
+        """Dispatch without communication: all experts are on this rank."""
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
         run = _uncompiled if self.gathered_experts else _run
@@ -208,7 +208,7 @@ class TokenDispatch(nn.Module):
     def _all_that_come(
         self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
     ) -> Tensor:
-        """The outputs of the chosen experts for every token, (N K, C)."""
+        """Outputs of the chosen experts for every token, (N K, C)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = load_of(chosen, self.experts + self.null)[: self.experts]
@@ -233,7 +233,7 @@ class TokenDispatch(nn.Module):
         group: dist.ProcessGroup,
         beside: "_Beside | None",
     ) -> Tensor:
-        """Send rows, by expert, to where the experts are; and what they made back."""
+        """Send rows to the ranks of their experts, and receive the outputs."""
         ranks = dist.get_world_size(group)
         here = self.experts // ranks
         even = [here] * ranks
@@ -249,7 +249,7 @@ class TokenDispatch(nn.Module):
         return _travelled(made[order.argsort()], received, sent, group)
 
     def _own_part(self, rows: Tensor, counts: Tensor, experts: Experts, mesh: DeviceMesh) -> Tensor:
-        """Run this rank's experts on the rows that are theirs; others make zeros here."""
+        """Run this rank's experts on their rows; other rows are zero."""
         by_expert: list[int] = counts.tolist()
         here = self.experts // mesh.size()
         first = here * mesh.get_local_rank()
@@ -263,7 +263,7 @@ class TokenDispatch(nn.Module):
     def _with_room(
         self, tokens: Tensor, chosen: Tensor, experts: Experts, beside: "_Beside | None"
     ) -> Tensor:
-        """Dispatch with equal room for every expert; what does not fit makes zeros.
+        """Dispatch with a fixed capacity per expert; tokens beyond it get zeros.
 
         Tokens are in groups that each have room of their own: here in one, and in a program for
         several devices in one for each part of the batch, (groups, n, C).
@@ -305,7 +305,7 @@ class TokenDispatch(nn.Module):
         return groups
 
     def _laid(self, x: Tensor, what: Literal["tokens", "rows"]) -> Tensor:
-        """A value where the devices of a program need it; elsewhere it is there."""
+        """Place a value on the devices of a program; on ranks a no-op."""
         return x if self.program is None else laid(x, getattr(self.program, what))
 
     def _run_stacked(self, rows: Tensor, experts: Experts, beside: "_Beside | None") -> Tensor:
@@ -340,7 +340,7 @@ _uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
 
 def capacity_errors(model: nn.Module) -> int:
-    """Tokens that found no room at an expert so far, of all ranks together. Collective."""
+    """Tokens dropped for lack of capacity so far, on all ranks. Collective."""
     own = [module.overflow for module in model.modules() if isinstance(module, TokenDispatch)]
     device = next(model.parameters()).device
     found = torch.zeros(1, dtype=torch.int64, device=device) + sum(own)
@@ -352,7 +352,7 @@ def capacity_errors(model: nn.Module) -> int:
 def _moved(
     x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement, *, back: bool = False
 ) -> Tensor:
-    """A tensor as ranks want it; where all have the whole, each knows a part of its gradient.
+    """Redistribute a tensor, with the gradient as a partial sum.
 
     On the way `back` gradients are whole again.
     """
@@ -362,7 +362,7 @@ def _moved(
 
 
 class _Beside:
-    """A computation for the time in which rows travel; it runs once, whoever asks for it first."""
+    """Computation to overlap with an exchange; runs once."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
@@ -375,7 +375,7 @@ class _Beside:
 
 
 def _swapped(rows: Tensor, group: dist.ProcessGroup, beside: _Beside | None = None) -> Tensor:
-    """Exchange equal parts of dim 0."""
+    """All-to-all with equal parts of dim 0."""
     part = [len(rows) // dist.get_world_size(group)] * dist.get_world_size(group)
     return _travelled(rows.contiguous(), part, part, group, beside)
 
@@ -387,7 +387,7 @@ def _travelled(
     group: dist.ProcessGroup,
     beside: _Beside | None = None,
 ) -> Tensor:
-    """Send `sent` rows to each rank, and give those that come, `received` from each.
+    """All-to-all with uneven numbers of rows.
 
     `beside` is computed meanwhile. Autograd runs what was built last first, so the gradient of
     what lies between launch and wait is computed between those of backward, too.
@@ -403,7 +403,7 @@ def _travelled(
 
 
 class _Trip:
-    """One all-to-all of rows, and that of their gradients in the other direction."""
+    """One all-to-all of rows, with the reverse all-to-all of their gradients."""
 
     def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> None:
         self._group, self._sent, self._received = group, sent, received
@@ -411,7 +411,7 @@ class _Trip:
         self._flight: tuple[Any, Tensor, Tensor] | None = None
 
     def launch(self, rows: Tensor) -> Tensor:
-        """Room for the rows that come, which has them after `wait`."""
+        """Start the exchange; the returned buffer is filled after `wait`."""
         return self._start(rows, self._sent, self._received)
 
     def launch_back(self, grads: Tensor) -> None:
@@ -432,7 +432,7 @@ class _Trip:
 
 
 class _Launch(torch.autograd.Function):
-    """Rows begin to travel; in backward, their gradients have arrived."""
+    """Autograd function that starts an exchange, and in backward waits for the gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
@@ -445,7 +445,7 @@ class _Launch(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Rows have arrived; in backward, their gradients begin to travel."""
+    """Autograd function that waits for an exchange, and in backward starts that of gradients."""
 
     @staticmethod
     def forward(ctx: Any, arriving: Tensor, trip: _Trip) -> Tensor:
@@ -461,12 +461,12 @@ class _Wait(torch.autograd.Function):
 
 
 def _with_zeros(rows: Tensor) -> Tensor:
-    """(groups, n, C) with a row of zeros behind those of each group."""
+    """Append a row of zeros to each group: (groups, n + 1, C)."""
     return torch.cat([rows, rows.new_zeros(len(rows), 1, rows.shape[2])], dim=1)
 
 
 def _taken(rows: Tensor, places: Tensor) -> Tensor:
-    """The rows of each group, (groups, n, C), at its places, (groups, m)."""
+    """Select rows of each group by index, (groups, m)."""
     if len(rows) == 1:
         return rows[0][places[0]].unsqueeze(0)  # gradients that CUDA adds up in one order
     return rows.gather(1, places.unsqueeze(-1).expand(-1, -1, rows.shape[2]))

@@ -1,4 +1,4 @@
-"""Fused matrices under tensor parallel: queries, keys and values, or gate and up, in one Linear.
+"""Tensor parallel for fused matrices, such as QKV or gate and up in one Linear.
 
 Rows that are cut in equal parts from the top would give the first rank queries and no values. So
 each part (`Plan.fused`) becomes a parameter of its own, a DTensor that is cut by itself: rank r has
@@ -44,7 +44,7 @@ CUT_BY_PARTS = "FusedLinear computes with this rank's heads or rows of every par
 
 
 class PlacedPart(NamedTuple):
-    """Rows of a fused matrix, and how ranks hold them."""
+    """Rows of a fused matrix, with their sharding."""
 
     start: int
     stop: int
@@ -53,7 +53,7 @@ class PlacedPart(NamedTuple):
     grads: list[Placement]  # before summands are added up
 
     def key(self, of: str) -> str:
-        """The name of the parameter that has these rows of the weight, or of the bias."""
+        """Parameter name of these rows of the weight or bias."""
         return str(FusedRows(of, self.start, self.stop))
 
     @property
@@ -64,14 +64,14 @@ class PlacedPart(NamedTuple):
 
 
 class FusedLinear(nn.Linear):
-    """A fused matrix that is cut part by part; `cut_fused` makes it of a plain layer."""
+    """A fused linear layer that is sharded part by part; made by `cut_fused`."""
 
     model_axis: DeviceMesh
     parts: tuple[PlacedPart, ...]
     has_bias: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in), whole, to this rank's outputs of every part, one after the other."""
+        """Map whole inputs (..., in) to this rank's outputs of every part."""
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.model_axis, [Replicate()], run_check=False)
         if x.placements != (Replicate(),):
@@ -87,7 +87,7 @@ class FusedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """This rank's rows of all parts, (rows, in), as they are in forward.
+        """This rank's rows of all parts, (rows, in).
 
         A copy: what is written into it is lost. Load a state dict, or write into the parts.
         """
@@ -95,7 +95,7 @@ class FusedLinear(nn.Linear):
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """This rank's part, (rows,), a copy too."""
+        """This rank's part of the bias, (rows,), a copy."""
         return self._own("bias") if self.has_bias else None
 
     def _own(self, of: str) -> Tensor:
@@ -108,7 +108,7 @@ class FusedLinear(nn.Linear):
         return torch.cat(found)
 
     def reset_parameters(self) -> None:
-        """Refused: a draw of each rank's rows is not that of one process."""
+        """Raise: random values per rank would differ from those of one process."""
         raise RuntimeError(
             "reset_parameters() cannot initialize a fused layer that is sharded over "
             "the model axis: initialize the model before the plan is applied, or load "
@@ -124,7 +124,7 @@ class FusedLinear(nn.Linear):
 
 
 def own_sizes(layer: nn.Module, sizes: Sequence[int]) -> list[int]:
-    """The sizes of a fused layer's outputs on this rank; `sizes`: those of the whole."""
+    """Output sizes of a fused layer on this rank, from the whole sizes."""
     return list(layer.own_sizes if isinstance(layer, FusedLinear) else sizes)
 
 
@@ -142,7 +142,7 @@ def check_fused(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def _misfit(parts: Sequence[FusedPart], tp: int) -> FusedPart | None:
-    """The first part that so many ranks cannot share.
+    """The first part that this number of ranks cannot divide.
 
     Ranks that share a head have other queries each: of most heads everybody has its own.
     """
@@ -155,7 +155,7 @@ def _misfit(parts: Sequence[FusedPart], tp: int) -> FusedPart | None:
 
 
 def cut_fused(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Cut the fused matrices of a plan over the model axis. All ranks call it."""
+    """Shard the fused matrices of a plan over the model axis. Collective."""
     axis = mesh.axis("model")
     assert axis is not None
     tp = axis.size()
@@ -176,7 +176,7 @@ def cut_fused(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 def _placement(
     part: FusedPart, axis: DeviceMesh, sets: Mapping[int, DeviceMesh]
 ) -> tuple[DeviceMesh, list[Placement], list[Placement]]:
-    """The rows of a part, and their gradient as a rank finds it."""
+    """Sharding of a part, and the placement of its gradient."""
     if not part.heads or part.heads % axis.size() == 0:
         return axis, [Shard(0)], [Shard(0)]
     if part.heads == 1:
@@ -206,7 +206,7 @@ def _convert(module: nn.Linear, axis: DeviceMesh, parts: tuple[PlacedPart, ...])
 
 
 def _join(module: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """The usual tensors in place of their parts, whole. Collective."""
+    """Replace the parts in a state dict by whole tensors. Collective."""
     if are_apart():
         return
     for key in KEYS:
@@ -225,7 +225,7 @@ def _divide(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """This rank's rows of every part in place of the usual tensors."""
+    """Replace whole tensors in a state dict by this rank's parts."""
     for key in KEYS:
         whole = state_dict.pop(prefix + key, None)
         if whole is None:

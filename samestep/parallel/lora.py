@@ -42,11 +42,11 @@ MODEL = "model"  # the axis of tensor parallel
 
 
 class LoRAError(ValueError):
-    """A layer that cannot have factors."""
+    """Raised for layers that LoRA factors cannot be added to."""
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with factors; `add_lora` makes it of a plain one."""
+    """A linear layer with LoRA factors; made by `add_lora`."""
 
     lora_A: nn.Parameter  # noqa: N815
     lora_B: nn.Parameter  # noqa: N815
@@ -59,7 +59,7 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + self._learned(x)
 
     def _learned(self, x: Tensor) -> Tensor:
-        """Scale * B A x. Of a row layer it is this rank's summand, as what the weight gives is."""
+        """scale * B A x; in a row layer a partial sum, like the output of the weight."""
         a, b = (
             factor.to_local(grad_placements=grads) if isinstance(factor, DTensor) else factor
             for factor, grads in zip((self.lora_A, self.lora_B), self.grads, strict=True)
@@ -86,7 +86,7 @@ def add_lora(
     seed: int = 0,
     freeze: bool = True,
 ) -> list[str]:
-    """Give linear layers factors; returns the names of these layers.
+    """Add LoRA factors to linear layers; returns the names of the layers.
 
     A is drawn by its name and `seed`, the same in every layout; B is zero, so that nothing changes
     at first. Every rank calls it; nothing is sent.
@@ -137,7 +137,7 @@ def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def lora_shard_rules(model: nn.Module) -> tuple[ShardRule, ...]:
-    """Allows factors to be cut with their layers, though LoRA is on the replicate list."""
+    """Rules that allow factors to be sharded like their layers."""
     why = "LoRALinear computes with the parts, and gradients of the whole factor are summed"
     return tuple(
         ShardRule(f"{name}.{FACTORS[1 - layer.cut]}", MODEL, layer.cut, why)
@@ -147,7 +147,7 @@ def lora_shard_rules(model: nn.Module) -> tuple[ShardRule, ...]:
 
 
 def adapters(model: nn.Module) -> nn.Module:
-    """The factors alone, under their names, as a module: for `samestep.save` and `load`."""
+    """The factors as a module by their names, for `samestep.save` and `load`."""
     found = nn.Module()
     for name, layer in lora_layers(model):
         holder = found
@@ -161,7 +161,7 @@ def adapters(model: nn.Module) -> nn.Module:
 
 
 def combine_after_backward(model: nn.Module) -> None:
-    """Combine the gradients of factors over ranks whenever backward has made them."""
+    """Sum gradients of factors over ranks after every backward."""
     for factor in lora_parameters(model):
         if isinstance(factor, DTensor):
             # Before it is added to the gradients of other micro-batches, which are combined.
@@ -170,7 +170,7 @@ def combine_after_backward(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
-    """Add the factors to their weights, and make plain linear layers of them. Collective."""
+    """Add the factors to their weights, and restore plain layers. Collective."""
     for _, layer in list(lora_layers(model)):
         a, b = (
             factor.full_tensor() if isinstance(factor, DTensor) else factor
@@ -239,7 +239,7 @@ def _convert(
 def _spread(
     whole: Tensor, ranks: DeviceMesh, cut: int | None, batch_axes: Iterable[str]
 ) -> tuple[DTensor, list[Placement]]:
-    """A factor as a DTensor, and what the gradients are before they are combined."""
+    """A factor as a DTensor, with the placement of its gradient."""
     placements: list[Placement] = []
     grads: list[Placement] = []
     for axis in ranks.mesh_dim_names or ("data",) * ranks.ndim:
@@ -259,7 +259,7 @@ def _spread(
 
 
 def _ranks(weight: Tensor, mesh: Mesh | DeviceMesh | None) -> DeviceMesh | None:
-    """The ranks that have a factor, by axis; None: plain, and whoever trains it knows."""
+    """Ranks that hold a factor, by axis; None for a plain tensor."""
     if isinstance(mesh, Mesh):
         axes = tuple(axis for axis in mesh.degrees.axes if axis != "pipe")
         return mesh.device_mesh[axes]
@@ -269,7 +269,7 @@ def _ranks(weight: Tensor, mesh: Mesh | DeviceMesh | None) -> DeviceMesh | None:
 
 
 def _batch_axes(ranks: DeviceMesh, mesh: Mesh | DeviceMesh | None) -> set[str]:
-    """The axes along which tokens differ."""
+    """Mesh axes along which tokens differ."""
     axes = set(ranks.mesh_dim_names or ("data",)) - {MODEL}
     if isinstance(mesh, Mesh) and not mesh.degrees.ep_carries_data:
         axes.discard("expert")
@@ -277,7 +277,7 @@ def _batch_axes(ranks: DeviceMesh, mesh: Mesh | DeviceMesh | None) -> set[str]:
 
 
 def _cut(weight: DTensor) -> int | None:
-    """The dim that tensor parallel has cut."""
+    """The dim that tensor parallel shards."""
     axes = weight.device_mesh.mesh_dim_names or ()
     placements = dict(zip(axes, weight.placements, strict=False))
     dim: int | None = getattr(placements.get(MODEL), "dim", None)

@@ -40,7 +40,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 def _gpt_block(model: Any, block: nn.Module, x: Tensor, inputs: Tensor) -> Tensor:
-    """As `GPT.forward` does it. The length is that of the tokens: `x` may have a part of it."""
+    """Run one block as `GPT.forward` does."""
     length = inputs.shape[1]
     out: Tensor = block(x, model.cos[:length], model.sin[:length])
     return out
@@ -50,7 +50,7 @@ GPT_STAGES = StagePlan(block=_gpt_block)
 
 
 class Stage(PipelineStage):
-    """Tells whoever reduces gradients inside backward which micro-batch is the last."""
+    """A pipeline stage that reports which micro-batch is the last of a step."""
 
     announces_last_backward = True  # see `samestep.groups.pipelines`
 
@@ -67,7 +67,7 @@ class Stage(PipelineStage):
 
 
 class Pipeline:
-    """A model in stages, one or more on each rank of a group.
+    """A model in pipeline stages, one or more per rank.
 
     Args:
         model: The same on every rank of the pipeline; what other stages have is taken out of it.
@@ -217,7 +217,7 @@ def _check(schedule: str, stages_per_rank: int, micro_batches: int, ranks: int) 
 
 @contextmanager
 def _in_batches() -> Iterator[None]:
-    """Let torch's schedules send and receive in batches always.
+    """Make torch's schedules use batched sends and receives.
 
     Newer versions of torch (2.13 does) send alone what goes in one direction only, so that nothing
     waits in line (pytorch issue 175225). On NCCL each such pair of ranks then opens a communicator
@@ -236,7 +236,7 @@ def _in_batches() -> Iterator[None]:
 
 
 def _forget_first_call(part: nn.Module) -> None:
-    """Undo what the first call does to buffers: torch makes it to learn shapes, with any values."""
+    """Restore buffers after torch's first call, which only learns shapes."""
     kept = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
     calls = 0
 
@@ -255,7 +255,7 @@ def _forget_first_call(part: nn.Module) -> None:
 
 @contextmanager
 def evaluating(modules: list[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode, and then each as it was."""
+    """Context in which modules are in evaluation mode."""
     before = {member: member.training for module in modules for member in module.modules()}
     try:
         for module in modules:

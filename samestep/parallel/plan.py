@@ -1,4 +1,4 @@
-"""The plan of a user for a model: which modules are cut, which stay whole."""
+"""The user's plan for a model: which modules are sharded, and which stay whole."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ PARTS = ("embedding", "head", "branches", "column", "row", "fused", "on_stream",
 
 
 class PlanError(ValueError):
-    """A plan that does not fit its model."""
+    """Raised for a plan that does not fit its model."""
 
 
 class FusedPart(NamedTuple):
-    """One projection in a fused matrix: `rows` rows, after those of the parts before it.
+    """One projection in a fused matrix: its rows follow those of the parts before.
 
     heads: How many heads they are, of equal size. A rank has whole heads; ranks of which there
         are more than heads share them. 0: no heads, any rows will do (gate, up).
@@ -67,7 +67,7 @@ class Plan:
     rules: tuple[ShardRule, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """Raise unless every pattern means something, and no module is named twice."""
+        """Raise unless every pattern matches, and no module is in two fields."""
         taken: dict[str, str] = {}
         for part in ("blocks", *PARTS, "experts"):
             for pattern in getattr(self, part):
@@ -85,7 +85,7 @@ class Plan:
             _check_fused(name, module, parts)
 
     def named(self, model: nn.Module, part: str) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that a part of the plan names, in the model's order; not other stages'."""
+        """Modules that a field names, in the model's order, in this stage."""
         patterns: Patterns = getattr(self, part)
         for name, module in model.named_modules():
             if isinstance(module, Elsewhere):
@@ -105,7 +105,7 @@ class Plan:
             yield name, module, tuple(found[0])
 
     def split_sizes(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
-        """The blocks of fused matrices that are trained, by name: for Muon, in any layout."""
+        """`split_sizes` of trained fused matrices by name, for Muon."""
         trained = {
             whole_name(name)
             for name, p in model.named_parameters()
@@ -118,7 +118,7 @@ class Plan:
         }
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """All modules that the plan gives something to do, by name."""
+        """All modules that the plan mentions, by name."""
         return {name: module for part in PARTS for name, module in self.named(model, part)}
 
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, int]]:

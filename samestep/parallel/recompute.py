@@ -1,4 +1,4 @@
-"""Activation recomputation: blocks run again in backward, and keep only what they were given.
+"""Activation recomputation: blocks run again in backward instead of keeping activations.
 
     for block in model.blocks:
         recompute(block)                        # keeps what the block was given
@@ -33,7 +33,7 @@ PRODUCTS = (
 
 
 class _Kept:
-    """The findings of `once` in one call of one block, in order."""
+    """Results of `once` in one call of a block, in order."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -54,7 +54,7 @@ class _Kept:
 
 
 class _Current(local):
-    """The state of a thread: backward has threads of its own."""
+    """Thread-local state, because backward runs in its own threads."""
 
     kept: _Kept | None = None  # no ContextVar: torch.compile would stop at it
 
@@ -64,7 +64,7 @@ _current = _Current()
 
 @torch.no_grad()
 def once(compute: Callable[[], T]) -> T:
-    """The result of `compute`; a recomputation takes it from the forward and does not run it.
+    """Run `compute` in forward only; the recomputation reuses its result.
 
     For choices, counters and messages: nothing in it has a gradient. Elsewhere it just runs.
     """
@@ -76,7 +76,7 @@ def once(compute: Callable[[], T]) -> T:
 
 
 def what_of(asked: bool | What) -> What | None:
-    """The part of a block that `recompute=` asks to compute again; None: nothing."""
+    """The part of a block that `recompute=` selects; None: nothing."""
     if asked in ("full", "selective"):
         return asked
     if not isinstance(asked, bool):
@@ -85,7 +85,7 @@ def what_of(asked: bool | What) -> What | None:
 
 
 def recompute(block: nn.Module, compile: str | None = None, what: What = "full") -> None:
-    """Let a block compute again in backward what it would have kept.
+    """Wrap a block so that backward recomputes its activations.
 
     Before FSDP2 is applied. Losses and gradients are the same bits where kernels give the same
     bits every time.
@@ -128,7 +128,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what products give while a block runs for the first time, and gives it afterwards.
+    """Keeps results of matrix products in forward, and reuses them in recomputation.
 
     torch's `create_selective_checkpoint_contexts` counts every operation, and so those of hooks of
     FSDP2 inside of a block, which are others the second time.
@@ -167,7 +167,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Together(AbstractContextManager[None]):
-    """Several contexts, entered in order."""
+    """Several contexts as one."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts
@@ -182,7 +182,7 @@ class _Together(AbstractContextManager[None]):
 
 
 class _Running(AbstractContextManager[None]):
-    """While a block runs, what it keeps is in reach; `taken`: for the first time, or from where.
+    """Context of one run of a block, first or recomputed.
 
     May be entered again: so is a recomputation whose backward is run more than once.
     """

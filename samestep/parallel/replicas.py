@@ -1,4 +1,4 @@
-"""Copies of parameters: the same bits on every rank that holds one."""
+"""Checks that copies of parameters are equal on all ranks that hold them."""
 
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +11,7 @@ from samestep.comm.messages import gather_everywhere
 
 
 class ReplicasDifferError(RuntimeError):
-    """Copies that are not the same. Raised on every rank."""
+    """Raised on every rank when copies of a parameter differ."""
 
 
 def require_same_values(model: nn.Module) -> None:

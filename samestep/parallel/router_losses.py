@@ -1,4 +1,4 @@
-"""Losses of routers: even use of experts, and small logits.
+"""Losses of routers: balanced use of experts, and small logits.
 
 Balance, of Switch Transformers (arXiv 2101.03961, equations 4 to 6; GShard, arXiv 2006.16668, has
 the same product): E sum_i f_i P_i, where f_i is the share of all choices that fell on expert i, and
@@ -27,7 +27,7 @@ from samestep.parallel.recompute import once
 
 
 class RouterLosses(nn.Module):
-    """Adds a router's losses to the gradients of whatever is trained, wherever it is.
+    """Adds a router's losses to the gradients, without changing the loss value.
 
         self.losses = RouterLosses(balance=0.01, z=1e-3)
         weights = self.losses(weights, logits, scores, chosen)
@@ -61,7 +61,7 @@ class RouterLosses(nn.Module):
         self.register_buffer("added", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def forward(self, value: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Attach the losses of a router to something that the loss depends on.
+        """Attach the losses to a value that the loss depends on.
 
         Args:
             value: Of any shape: the weights of the mix, for example.
@@ -85,7 +85,7 @@ class RouterLosses(nn.Module):
     # A message: no part of a graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _load(self, chosen: Tensor, experts: int) -> Tensor:
-        """The number of times that each expert was chosen, (E,), on all ranks. Whole: exact."""
+        """How often each expert was chosen on all ranks, (E,), integers."""
         counts = load_of(chosen, experts)
         if self.ranks is not None:
             counts = total("load of experts", counts, self.ranks).wait()
@@ -93,7 +93,7 @@ class RouterLosses(nn.Module):
 
 
 class _Attached(torch.autograd.Function):
-    """A value, and a loss whose gradient comes along."""
+    """Autograd function that returns a value and adds the gradient of a loss."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def router_losses(model: nn.Module) -> list[RouterLosses]:
 
 
 def place_on(model: nn.Module, mesh: Mesh) -> None:
-    """Tell a model's router losses which ranks of a mesh have tokens of their own."""
+    """Set from a mesh which ranks have different tokens, for all router losses."""
     if not router_losses(model):
         return
     degrees = mesh.degrees
@@ -122,19 +122,19 @@ def place_on(model: nn.Module, mesh: Mesh) -> None:
 
 
 def place(model: nn.Module, ranks: RankGroup | None, divisor: int) -> None:
-    """Tell a model's router losses where tokens are, and what gradients are divided by."""
+    """Set where tokens are, and the divisor of gradients, for all router losses."""
     for losses in router_losses(model):
         losses.ranks, losses.divisor = ranks, divisor
 
 
 def set_share(model: nn.Module, share: float) -> None:
-    """Say which share of a step's tokens the next calls have, on all ranks together."""
+    """Set the share of a step's tokens in the next calls."""
     for losses in router_losses(model):
         losses.share = share
 
 
 def collect(model: nn.Module) -> Tensor | None:
-    """(2,) this rank's part of balance and z, summed over its layers; starts them anew.
+    """Return this rank's balance and z losses, (2,), and reset them.
 
     The sum over ranks with tokens of their own is that of one process. None if there are none.
     """

@@ -1,4 +1,4 @@
-"""A plan in one XLA program: the same plan that cuts a model over ranks gives partition specs.
+"""Applies a plan in one XLA program, as partition specs.
 
 With SPMD a tensor is whole to the program, and `mark_sharding` tells which device holds which part.
 So nothing of a model changes, and no gradient needs to be combined: its values are those of one
@@ -44,13 +44,13 @@ from samestep.xla.tiling import annotate, laid, lay, stay, tiling_of
 
 
 class PartitionError(ValueError):
-    """Parameters that do not lie as the plan says. The text names all of them."""
+    """Raised for parameters whose sharding differs from the plan; the text names all."""
 
 
 def partition_specs(
     model: nn.Module, plan: Plan, degrees: Degrees, *, fsdp: bool = True
 ) -> dict[str, Spec]:
-    """The spec of every parameter: the part of a device is that of the rank in its place.
+    """Partition spec of every parameter, matching the shards of ranks.
 
     Raises where `samestep.parallel.apply` does: for sizes that cannot be shared evenly, and
     parameters that the plan does not name.
@@ -81,7 +81,7 @@ def partition_specs(
 
 
 def _check_fused_rows(model: nn.Module, plan: Plan, tp: int) -> None:
-    """Rows are cut evenly from the top here, and no head may lie on two devices."""
+    """Raise if an even division of fused rows would split a head."""
     for name, _, parts in plan.fused_layers(model):
         heads = sum(part.heads for part in parts)
         if all(part.heads for part in parts) and heads % tp:
@@ -94,7 +94,7 @@ def _check_fused_rows(model: nn.Module, plan: Plan, tp: int) -> None:
 
 
 def _check_all_named(model: nn.Module, plan: Plan) -> None:
-    """As on ranks, where nobody would combine the gradients of what is not named."""
+    """Raise if the plan does not mention a parameter."""
     named = set(plan.modules(model)) | {name for name, _ in plan.expert_modules(model)}
     left = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in named]
     if left:
@@ -106,19 +106,19 @@ def _check_all_named(model: nn.Module, plan: Plan) -> None:
 
 
 def data_share(degrees: Degrees, *, is_stack: bool) -> tuple[str, ...]:
-    """The axes that share a copy of a parameter between ranks with other tokens, as FSDP2 does."""
+    """Mesh axes over which FSDP2 would shard a parameter."""
     axes = ("data",) if is_stack or not degrees.ep_carries_data else ("data", "expert")
     return tuple(axis for axis in axes if degrees.sizes[axis] > 1)
 
 
 def batch_axes(degrees: Degrees) -> tuple[str, ...]:
-    """The axes along which sequences differ."""
+    """Mesh axes along which sequences differ."""
     axes = ("replicate", "data", *(("expert",) if degrees.ep_carries_data else ()))
     return tuple(axis for axis in axes if degrees.sizes[axis] > 1)
 
 
 def lay_out(model: nn.Module, plan: Plan, mesh: SpmdMesh, *, fsdp: bool = True) -> dict[str, Spec]:
-    """Mark every parameter and buffer of a model on the devices; returns the specs.
+    """Shard every parameter and buffer of a model; returns the specs.
 
     The first dim of what layers give each other lies along the batch; tensor parallel cuts inside
     of branches, and sequence parallel between them.
@@ -141,7 +141,7 @@ def lay_out(model: nn.Module, plan: Plan, mesh: SpmdMesh, *, fsdp: bool = True) 
 
 
 def _lay_values(model: nn.Module, plan: Plan, mesh: SpmdMesh) -> None:
-    """Hooks that say where the values between modules lie, and where experts find their tokens."""
+    """Add hooks that shard values between modules."""
     degrees = mesh.degrees
     batch, model_axis = batch_axes(degrees), ("model",) if degrees.tp > 1 else ()
     stream: Spec = (batch, model_axis if degrees.sequence_parallel else (), ())
@@ -173,7 +173,7 @@ Hook = Callable[..., Any]
 
 
 def _output_lies(mesh: SpmdMesh, spec: Spec) -> Hook:
-    """(B, T, C) alone: a router is given tokens in a row."""
+    """Shard an output (B, T, C); others are left alone."""
     tiling = mesh.tiling(spec)
     return lambda _, __, out: laid(out, tiling) if out.ndim == len(spec) else out
 
@@ -187,7 +187,7 @@ def _input_lies(mesh: SpmdMesh, spec: Spec) -> Hook:
 
 
 def check_layout(model: nn.Module, plan: Plan, mesh: SpmdMesh, specs: Mapping[str, Spec]) -> None:
-    """Raise unless parameters lie as plan, replicate list and specs say.
+    """Raise unless parameters are sharded as plan, replicate list and specs say.
 
     Raises:
         ReplicateListError: Something is cut over model or expert that no rule allows.
@@ -214,7 +214,7 @@ def check_layout(model: nn.Module, plan: Plan, mesh: SpmdMesh, specs: Mapping[st
 
 
 def observed(model: nn.Module, plan: Plan, mesh: SpmdMesh) -> dict[str, Any]:
-    """Facts under the names of `samestep.mesh.predicates`, read off the model, not off degrees."""
+    """Facts as in `samestep.mesh.predicates`, read from the model."""
     stacks = {name for name, _ in plan.stacks(model)}
     cut: set[str] = set()
     of_stacks: set[str] = set()
@@ -234,19 +234,19 @@ def observed(model: nn.Module, plan: Plan, mesh: SpmdMesh) -> dict[str, Any]:
 
 
 def _is_lane(places: ProgramPlaces, mesh: SpmdMesh) -> bool:
-    """Whether the expert axis divides the tokens first and then the experts: rows travel."""
+    """Whether rows travel over the expert axis."""
     specs = mesh.spec_of(places.tokens), mesh.spec_of(places.rows)
     return all(spec is not None and "expert" in spec[0] for spec in specs)
 
 
 def _spec_of(param: Tensor, mesh: SpmdMesh) -> Spec | None:
-    """The places of a parameter, by axes; None if it is along none of this mesh."""
+    """Mesh axes of the dims of a parameter; None if it follows no axis."""
     tiling = tiling_of(param)
     return ((),) * param.ndim if tiling is None else mesh.spec_of(tiling)
 
 
 def _cuts(param: Tensor, mesh: SpmdMesh, *, is_stack: bool) -> Iterator[tuple[str, int]]:
-    """The axes over which a parameter is cut while it is computed with, and the dims.
+    """Mesh axes and dims over which a parameter is sharded during computation.
 
     What ranks with other tokens share of it is gathered first, and does not count.
     """
@@ -261,7 +261,7 @@ def _cuts(param: Tensor, mesh: SpmdMesh, *, is_stack: bool) -> Iterator[tuple[st
 
 
 class SpmdStack:
-    """A model on the devices of one program, with the face that `Stack` has on ranks.
+    """A model on the devices of one XLA program, with the interface of `Stack`.
 
         mesh = samestep.mesh.build_spmd(tp=2, ep=2)
         stack = SpmdStack(model, plan, mesh, loss=cross_entropy)
@@ -293,7 +293,7 @@ class SpmdStack:
         self.check()
 
     def optimizer(self, **keywords: Any) -> samestep.MuonAdamW:
-        """An optimizer whose state lies as the parameters do."""
+        """An optimizer whose state is sharded like the parameters."""
         if self.plan.fused:
             keywords.setdefault("split_sizes", self.plan.split_sizes(self.model) or None)
         return samestep.MuonAdamW(self.model, **keywords)
@@ -307,7 +307,7 @@ class SpmdStack:
         return loss.detach()
 
     def _stay_whole(self) -> None:
-        """Say it again of buffers that were written, such as counts of experts' tokens.
+        """Mark buffers that were written as replicated again.
 
         Of others it holds, and to say it again would move them through the host.
         """
@@ -324,7 +324,7 @@ class SpmdStack:
             return self.loss(self.model(inputs), targets)
 
     def _given(self, *batch: Tensor) -> Iterator[Tensor]:
-        """Each on the devices, in rows."""
+        """Inputs on the devices, sharded by rows."""
         degrees = self.mesh.degrees
         rows = len(batch[0])
         if rows % degrees.batch_ranks:
@@ -344,11 +344,11 @@ class SpmdStack:
             yield annotate(each.to(device), tiling) if on_host else laid(each, tiling)
 
     def check(self) -> None:
-        """Raise unless parameters lie as plan, replicate list and mesh say; see `check_layout`."""
+        """Raise unless parameters are sharded as planned; see `check_layout`."""
         check_layout(self.model, self.plan, self.mesh, self.specs)
 
     def trace(self, tell: Callable[[str], None] = print) -> dict[str, Any]:
-        """Tell what runs, before the first step, and compare; what belongs in the receipt.
+        """Print what runs, compare it, and return the receipt's entry.
 
         Raises:
             RanksDisagreeError: Parameters lie otherwise than the degrees say.

@@ -1,4 +1,4 @@
-"""A model laid out over a mesh, with one way to train it whatever the axes are."""
+"""A model on a mesh with one interface for training, whatever the axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ from samestep.parallel.tensor import check_positions
 
 
 class Stack:
-    """A model on a mesh.
+    """A model laid out on a mesh.
 
         stack = Stack(model, plan, mesh, loss=cross_entropy)
         opt = stack.optimizer(lr=3e-4, max_grad_norm=1.0)
@@ -79,7 +79,7 @@ class Stack:
         self.applied = [apply(part, plan, mesh, **options) for part in parts]
 
     def _refuse_cutting_tied(self) -> None:
-        """Raise where a parameter that several stages have would become a DTensor on each."""
+        """Raise if a parameter tied over stages would be sharded."""
         cut = [f"tp={self.mesh.degrees.tp}"] if self.mesh.degrees.tp > 1 else []
         cut += ["FSDP2"] if self.fsdp and self.mesh.dense.size() > 1 else []
         names = names_of_tied(self.model)
@@ -92,14 +92,14 @@ class Stack:
 
     @property
     def batch_place(self) -> int:
-        """The part of the batch that this rank works on, of `mesh.degrees.batch_ranks`."""
+        """Index of this rank's part of the batch, below `mesh.degrees.batch_ranks`."""
         degrees, here = self.mesh.degrees, self.mesh.coordinates
         place = here["replicate"] * degrees.data + here["data"]
         return place * degrees.ep + here["expert"] if degrees.ep_carries_data else place
 
     @property
     def random_place(self) -> tuple[int, ...]:
-        """The number that seeds random masks: ranks with the same positions draw alike."""
+        """Seed offset of random masks, equal on ranks with the same positions."""
         here = self.mesh.coordinates["model"]
         return (
             (self.batch_place, here) if self.mesh.degrees.sequence_parallel else (self.batch_place,)
@@ -107,7 +107,7 @@ class Stack:
 
     @property
     def token_copies(self) -> int:
-        """The number of ranks that see the same tokens where experts are chosen."""
+        """Number of ranks that see the same tokens at the router."""
         degrees = self.mesh.degrees
         by_model = 1 if degrees.sequence_parallel else degrees.tp
         return by_model * (1 if degrees.ep_carries_data else degrees.ep)
@@ -129,7 +129,7 @@ class Stack:
         return explained("forward and backward", registry.of(), lambda: self._both(inputs, targets))
 
     def _check_positions(self, inputs: Tensor) -> None:
-        """On every stage: the first alone would raise, and the others wait for it."""
+        """Check the sequence length on every stage, so that all raise together."""
         degrees = self.mesh.degrees
         if degrees.sequence_parallel and self.plan.embedding and inputs.dim() > 1:
             check_positions(inputs.shape[1], degrees.tp, "the pipeline")
@@ -149,12 +149,12 @@ class Stack:
             return self.loss(self.model(inputs), targets)
 
     def trace(self, tell: Callable[[str], None] = print) -> dict[str, Any]:
-        """Tell and compare what runs, before the first step; what belongs in the receipt."""
+        """Print and compare what runs, and return the receipt's entry."""
         facts = predicates(self.mesh.degrees, experts=bool(self.plan.experts), fsdp=self.fsdp)
         return trace(self.mesh, facts, observed=self.applied[0], tell=tell)
 
     def _beside(self) -> dist.ProcessGroup:
-        """The ranks of this stage that have the same plain parameters, where there are any.
+        """Ranks of this stage with the same plain parameters, if there are any.
 
         Without FSDP2 all of them: the optimizer finds out who has copies of what.
         """

@@ -1,4 +1,4 @@
-"""Pipeline stages: which modules each has, cut out of the whole model without new names."""
+"""Cuts a model into pipeline stages without renaming its parameters."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,12 +14,12 @@ from samestep.groups.tied import set_places
 
 
 class StagePlanError(ValueError):
-    """A model that cannot be cut as asked."""
+    """Raised for a model that cannot be cut as the plan says."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages: the cuts of a model, and how a stage runs its part.
+    """How a model is cut into stages, and how a stage runs its part.
 
     blocks: Name of the module whose members are spread over the stages, in order.
     first: Names of the modules of the first stage: from inputs to what blocks take.
@@ -40,7 +40,7 @@ class StagePlan:
     leave: Callable[[Any, Tensor], Tensor] | None = None
 
     def run(self, model: nn.Module, x: Tensor, inputs: Tensor) -> Tensor:
-        """Run the modules of this stage in turn. In the first stage `x` are the inputs."""
+        """Run the modules of this stage in turn; the first stage is given the inputs."""
         if _is_here(model, self.first):
             x = self._in_turn(model, self.first, x) if self.enter is None else self.enter(model, x)
         for block in model.get_submodule(self.blocks).children():
@@ -52,7 +52,7 @@ class StagePlan:
 
     @torch.no_grad()
     def check(self, model: nn.Module, inputs: Tensor) -> None:
-        """Raise unless the plan and the model's own forward make the same of some inputs.
+        """Raise unless the stages compute what the model's forward does.
 
         Before the model is cut, in evaluation mode: where nothing is drawn at random.
         """
@@ -80,7 +80,7 @@ def _is_here(model: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 def spread(blocks: int, stages: int) -> list[range]:
-    """The blocks of each stage; numbers differ by one at most, and the ends have the smaller ones.
+    """Blocks of each stage: even up to one, fewer at the ends.
 
     The first stage has the embedding too, the last one the head.
     """
@@ -116,7 +116,7 @@ def stage_of_modules(model: nn.Module, plan: StagePlan, stages: int) -> dict[str
 
 
 class Tie(NamedTuple):
-    """One parameter of a model under several names, in modules of different stages."""
+    """One parameter under several names, in modules of different stages."""
 
     param: nn.Parameter
     names: tuple[str, ...]
@@ -125,7 +125,7 @@ class Tie(NamedTuple):
 
 
 def ties_of(model: nn.Module, of_module: Mapping[str, int]) -> list[Tie]:
-    """The parameters that modules of different stages have; `of_module` has the stage of each."""
+    """Parameters shared by modules of different stages."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -148,7 +148,7 @@ def tie(
     places: Iterable[int],
     kind: type[nn.Module] = nn.Embedding,
 ) -> None:
-    """Say that a parameter of a stage of one's own is also a parameter of other stages.
+    """Declare that a parameter of this stage is also a parameter of other stages.
 
         tie(stage, "embedding.weight", "head.weight", places=(0, 3))
 
@@ -207,7 +207,7 @@ def _module(model: nn.Module, name: str, part: str) -> nn.Module:
 def cut(
     model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int], ranks: int = 0
 ) -> list[nn.Module]:
-    """Take what other stages have out of the model; gives the part of each of `mine`.
+    """Remove modules of other stages from the model; returns the stages in `mine`.
 
     The parts are views: they share modules and parameters with the model, and have the names of
     the whole. A single part is the model itself. Their forward takes (x, inputs).
@@ -243,7 +243,7 @@ def cut(
 
 
 def view_of(module: nn.Module, names: Iterable[str]) -> nn.Module:
-    """A module whose members of these names can be replaced, and the original's stay."""
+    """A shallow copy of a module, whose members can be replaced."""
     paths = [name.split(".") for name in names]
     # The modules on the way to those that are replaced; "" is the model.
     return _view(module, {".".join(path[:n]) for path in paths for n in range(len(path))})

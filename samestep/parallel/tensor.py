@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel, through torch's `parallelize_module`."""
+"""Tensor and sequence parallel, by torch's `parallelize_module`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +34,7 @@ SEQUENCE = Shard(1)  # of (B, T, C)
 
 
 class WholeInput(ParallelStyle):
-    """A branch: its first argument comes from the stream, and is whole inside."""
+    """Style of a branch: gathers its first argument from the sequence-parallel stream."""
 
     def __init__(self, stream: Placement) -> None:
         self._stream = stream
@@ -50,7 +50,7 @@ class WholeInput(ParallelStyle):
 
 
 class Vocabulary(ColwiseParallel):
-    """A head that is cut by vocabulary, and whose logits are whole on every rank.
+    """Style of an output head sharded by vocabulary, with whole logits on every rank.
 
     The last ranks may have fewer entries than others, or none: nothing is padded but what travels.
     """
@@ -63,7 +63,7 @@ class Vocabulary(ColwiseParallel):
 
 
 def gathered(part: Tensor, mesh: DeviceMesh, length: int) -> Tensor:
-    """The parts of all ranks side by side in the last dim; all ranks go on with the whole.
+    """Concatenate the last dim over ranks, with gradients for this rank's part.
 
     length: of the whole; the parts are as `torch.chunk` makes them.
     A tensor of its own: FSDP2 warns of a module that gives a view, which DTensor would.
@@ -73,7 +73,7 @@ def gathered(part: Tensor, mesh: DeviceMesh, length: int) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank knows the whole gradient, and keeps its part."""
+    """Autograd function whose backward keeps this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, length: int) -> Tensor:
@@ -93,7 +93,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class CopiedModule(ParallelStyle):
-    """A module with the same parameters on every rank, which takes and gives plain tensors.
+    """A replicated module that takes and returns plain tensors.
 
     Ranks work on parts of their own (`own_part`; gradients of parameters are then parts of a sum,
     and are combined after backward), or all on the same.
@@ -116,7 +116,7 @@ class CopiedModule(ParallelStyle):
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, int]:
-    """Cut a model over the model axis; return how many hooks each module got for it."""
+    """Shard a model over the model axis; returns the number of hooks per module."""
     axis = mesh.axis("model")
     if axis is None:
         return {}
@@ -142,7 +142,7 @@ def _look_at_positions(name: str, axis: DeviceMesh, _: nn.Module, inputs: tuple[
 
 
 def check_positions(positions: int, ranks: int, where: str) -> None:
-    """Raise unless the ranks of sequence parallel can share as many positions evenly."""
+    """Raise unless sequence parallel ranks can divide the positions evenly."""
     if positions % ranks:
         sizes = " or ".join(map(str, nearest_multiples(ranks, positions)))
         raise PlanError(
@@ -172,7 +172,7 @@ def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, Par
 
 
 def check_all_named(model: nn.Module) -> None:
-    """Raise if the plan says nothing about a parameter: nobody would combine its gradient."""
+    """Raise if the plan does not mention a parameter."""
     left = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
     if left:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Copies of DTensors on ranks outside of their mesh: who holds them, and who averages them.
+"""Finds ranks outside of a mesh that hold copies of its DTensors, and who averages them.
 
 A DTensor's gradient is combined over the ranks of its mesh at most: by FSDP2, or by the
 tensor parallel layers that hold it. Where other ranks hold copies of it on a mesh of their own,
@@ -124,7 +124,7 @@ def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, C
 
 
 def _signature(mesh: Any, pairs: Sequence[Named]) -> str:
-    """A digest of what a rank holds of a mesh: equal on ranks with copies, and on no others."""
+    """Digest of the shards a rank holds of a mesh, equal only on ranks with copies."""
     lines = sorted(
         f"{name}: {tuple(param.shape)} {param.dtype} {param.placements}"  # type: ignore[attr-defined]
         for name, param in pairs
@@ -142,17 +142,17 @@ def unmanaged(named: Iterable[Named]) -> list[Named]:
 
 
 class _Kind(NamedTuple):
-    """DTensors whose gradients the same party combines, and the ranks that they join with mine."""
+    """DTensors whose gradients are combined in the same way, and the ranks of their meshes."""
 
     params: list[Named]
     meshes: list[frozenset[int]]
 
     def leaves_out_some(self, ranks: RankGroup) -> bool:
-        """Whether no mesh has all ranks. The same on all ranks of such a mesh."""
+        """Whether no mesh contains all ranks; equal on all ranks of such a mesh."""
         return bool(self.params) and not any(mesh >= set(ranks.members) for mesh in self.meshes)
 
     def row(self, ranks: RankGroup) -> bytes:
-        """A digest of the parameters, and a bit for every rank that a mesh joins with this one."""
+        """Digest of the parameters, with one flag for every rank in a mesh with this one."""
         lines = sorted(f"{name}: {tuple(param.shape)}" for name, param in self.params)
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
         joined = frozenset[int]().union(*self.meshes)
@@ -201,7 +201,7 @@ def _meshes(params: Iterable[Tensor]) -> list[frozenset[int]]:
 
 
 def _refuse(kinds: Sequence[_Kind], ranks: RankGroup) -> None:
-    """Compare with all ranks; every rank comes to the same conclusion."""
+    """Compare between all ranks and raise the same error on each."""
     device = next(param for kind in kinds for _, param in kind.params).to_local().device  # type: ignore[attr-defined]
     row = torch.tensor(list(b"".join(kind.row(ranks) for kind in kinds)), dtype=torch.uint8)
     rows = [bytes(row.tolist()) for row in gather_rows(NAME, row.to(device), ranks)]
@@ -217,7 +217,7 @@ def _refuse(kinds: Sequence[_Kind], ranks: RankGroup) -> None:
 
 
 def _apart(rows: Sequence[bytes], ranks: RankGroup) -> list[tuple[int, ...]]:
-    """Replicas that no mesh joins: the ranks of each; empty if there are none."""
+    """Groups of ranks with copies that no mesh joins; empty if there are none."""
     component = list(range(ranks.size))
 
     def root(place: int) -> int:

@@ -1,4 +1,4 @@
-"""Parameters of one process: all of each, updated where it lies."""
+"""Parameters of one process, which holds and updates all of each."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class LocalValues(ShardValues):
 
 @dataclass(eq=False)
 class LocalParameters(Placement):
-    """The placement without other ranks: one bucket, nothing to send.
+    """The placement of one process: one bucket and no communication.
 
     known: the groups, with the state that is theirs, as the last step found them.
     """
@@ -96,7 +96,7 @@ class LocalParameters(Placement):
         return None
 
     def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
-        """State block by block, or of all of a parameter."""
+        """Offload units: state by block or by parameter."""
         units = [unit for known in self.known for unit in known.units()]
         devices = sorted({str(unit.about.param.device) for unit in units})
         if len(devices) > 1:
@@ -108,7 +108,7 @@ class LocalParameters(Placement):
         return {("update", 0): units}
 
     def finish_step(self) -> None:
-        """Keep tensors of XLA where they lay before they were written."""
+        """Keep the sharding of XLA tensors that were written."""
         if not self._lying:
             return
         from samestep.xla.tiling import stay
@@ -120,7 +120,7 @@ class LocalParameters(Placement):
     # Lists, not generators: these take a good part of a short step's time.
 
     def operands(self, number: int, window: WindowId | None = None) -> list[tuple[int, Operand]]:
-        """Every parameter with a gradient, cut into its blocks, with the index of its group."""
+        """Every parameter with a gradient, in blocks, with the index of its group."""
         if window is not None:
             return self._operands_of(window)
         return [
@@ -133,7 +133,7 @@ class LocalParameters(Placement):
         return about.param.grad is not None
 
     def _operands_of(self, window: WindowId) -> list[tuple[int, Operand]]:
-        """The operands of one window of state, which has come to the device."""
+        """Operands of one window of offloaded state."""
         assert self.windows is not None
         found = []
         for place, (part, state) in enumerate(self.arrived(window)):
@@ -154,7 +154,7 @@ class LocalParameters(Placement):
             grad.mul_(factor.to(grad))
 
     def gradients(self) -> list[Tensor]:
-        """Whole ones: no sum over them needs their blocks."""
+        """Whole gradients, not split into blocks."""
         grads = [param.grad for group in self.known for param in group.params]
         return [grad for grad in grads if grad is not None]
 
@@ -163,7 +163,7 @@ class LocalParameters(Placement):
             yield from ((index, param.grad) for param in group.params if param.grad is not None)
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
-        """The group of each parameter, and whether it has a gradient."""
+        """Group of each parameter, and whether it has a gradient."""
         return [
             (index, param.grad is not None)
             for index, group in enumerate(self.known)
@@ -173,7 +173,7 @@ class LocalParameters(Placement):
     # --- groups and their state ------------------------------------------------------------
 
     def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
-        """See whether anything was replaced, and whether all state is there."""
+        """Check whether tensors were replaced or state is missing."""
         del self.known[len(groups) :]
         for index, group in enumerate(groups):
             known = self.known[index : index + 1]
@@ -187,7 +187,7 @@ class LocalParameters(Placement):
     def _refuse_other_masters(
         self, index: int, group: Group, state: Mapping[Tensor, State]
     ) -> None:
-        """Raise if a master copy is not of what its parameter has become."""
+        """Raise if a main parameter does not fit its parameter's dtype."""
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             key = next((key for key in MASTERS if key in state[param]), None)
             fits = needs_master(param, self.master_weights)
@@ -202,14 +202,14 @@ class LocalParameters(Placement):
     def make_missing_state(
         self, groups: Sequence[Group], state: MutableMapping[Tensor, State]
     ) -> None:
-        """There is state for every parameter, also if it was cleared since."""
+        """Create state for parameters that have none."""
         for group in groups:
             self.keep_state(group["params"], group, state)
 
     def keep_state(
         self, params: Iterable[Tensor], group: Group, state: MutableMapping[Tensor, State]
     ) -> None:
-        """State follows a parameter to its device; cleared state starts afresh."""
+        """Move state to the device of its parameter, or start it afresh."""
         for param in params:
             own, masters = state[param], self.master_weights
             home = state_device(param.device, self.distribution.offload)
@@ -237,7 +237,7 @@ class LocalParameters(Placement):
 
 
 class KnownGroup:
-    """A group as a step found it, with views of its blocks and their state.
+    """A group with cached views of its blocks and their state.
 
     Made once, unless a parameter or a state tensor is replaced: that takes longer than a small
     step itself.
@@ -274,7 +274,7 @@ class KnownGroup:
         ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
-        """Whether nothing was replaced since; tensors of XLA have no address to know it by."""
+        """Whether nothing was replaced since; never true for XLA tensors."""
         return (
             not self._has_no_addresses
             and same_objects(group["params"], self._all)
@@ -284,7 +284,7 @@ class KnownGroup:
         )
 
     def units(self) -> list[OffloadUnit]:
-        """State block by block, or of all of a parameter."""
+        """Offload units: state by block or by parameter."""
         return [
             OffloadUnit(held, own, held.param.numel(), held.param.is_contiguous())
             if held.block is None
@@ -294,7 +294,7 @@ class KnownGroup:
         ]
 
     def operands(self) -> list[Operand]:
-        """The blocks of every parameter with a gradient, or the whole of it."""
+        """Blocks, or whole parameters, that have a gradient."""
         found = []
         for param, whole, blocks, known in self._cut:
             grad = param.grad
@@ -315,7 +315,7 @@ class KnownGroup:
 
 
 class _Held(NamedTuple):
-    """The parameter, or the block of one, that a unit of state belongs to."""
+    """The parameter or block that an offload unit belongs to."""
 
     number: int  # of the group
     options: Group
@@ -326,7 +326,7 @@ class _Held(NamedTuple):
     where: GlobalElementIndex | None  # of the parameter, if some of its state is rounded at random
 
     def views(self, part: OffloadSlice | None, state: State) -> list[MatrixView]:
-        """The matrices of a block, or elements of a parameter, with state that lies or has come.
+        """Matrices of a block or elements of a parameter, with their state.
 
         `part`: of a window of state; None: all of it.
         """
@@ -346,7 +346,7 @@ class _Held(NamedTuple):
         return [MatrixView(value, state, None, None if where is None else where.origin())]
 
     def cut(self, part: OffloadSlice, grad: Tensor) -> Sequence[Tensor]:
-        """The gradient of what `views` gives, in the same order."""
+        """The gradient, divided as `views` is."""
         if self.block is None:
             if part.is_whole:
                 return [grad if grad.ndim else grad.view(1)]
@@ -356,14 +356,14 @@ class _Held(NamedTuple):
 
 
 def _is_whole(blocks: list[Block]) -> bool:
-    """Whether one block is all of a parameter."""
+    """Whether a block is the whole parameter."""
     return len(blocks) == 1 and blocks[0].matrix is None and blocks[0].form is None
 
 
 def _held(
     name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group, number: int
 ) -> Iterator[tuple[_Held, State]]:
-    """All of a parameter, or each of its blocks, with its state."""
+    """A whole parameter or each of its blocks, with state."""
     rule, masters = rule_of(group), bool(state.keys() & set(MASTERS))
     stored = stored_tensors(rule, param, blocks, group, master_weights=masters)
     where = global_element_index(name, tuple(param.shape), stored)
@@ -379,5 +379,5 @@ def _held(
 
 
 def plain(group: Group) -> list[Tensor]:
-    """The parameters of a group that are no DTensors."""
+    """Parameters of a group that are no DTensors."""
     return [param for param in group["params"] if mesh_of(param) is None]

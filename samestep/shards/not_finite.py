@@ -1,4 +1,4 @@
-"""Gradients with NaN or inf: recognized on the rank that has them, and told."""
+"""Detects gradients with NaN or inf on the rank that has them."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def not_finite(name: str, rank: int | None, values: Tensor, when: str) -> FloatingPointError:
-    """The error about a gradient, or about the parts of it that are here.
+    """The error for a gradient that is not finite.
 
     rank: None where there is one process. when: in words, what has not been done to it yet.
     """

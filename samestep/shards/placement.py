@@ -1,4 +1,4 @@
-"""The interface of placements: what a step, and whoever explains it, asks of parameters."""
+"""The interface of placements, which the step and `explain()` use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ Arrived = Callable[[WindowId], list[tuple[OffloadSlice, State]]]
 
 
 class PlanMembers(NamedTuple):
-    """The parameters of a plan, in the order in which forward uses them.
+    """Parameters of a plan, in the order of forward.
 
     lines: what all ranks must have alike, as text.
     places: how late forward uses each; -1: nobody knows.
@@ -41,7 +41,7 @@ class PlanMembers(NamedTuple):
 
 
 class Placement:
-    """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing.
+    """Some parameters of an optimizer in buckets; defaults do nothing, as on one process.
 
     A kind whose `shape.agrees` defines at least `plans`, `make_state`, `begin_step`, `agree`,
     `meet`, `run`, `operands`, `present`, `lines` and `abandon_step`, and sets the attributes that
@@ -82,20 +82,20 @@ class Placement:
         raise NotImplementedError
 
     def activate(self) -> None:
-        """All plans are agreed on, and there is state: from now on it takes part."""
+        """Start taking part, after plans were agreed on and state exists."""
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
-        """The state of this rank's parts."""
+        """Create the state of this rank's shards."""
         raise NotImplementedError
 
     def begin_step(self, state: Mapping[Tensor, State], problem: RankFailure | None) -> None:
-        """The step begins with this state: no gradient comes any more."""
+        """Begin a step with this state; no more gradients arrive."""
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
-        """Do an operation of the schedule that is about a bucket or chunk of this placement."""
+        """Run an operation of the schedule on a bucket or chunk."""
 
     def travel(self, operation: OfWindow) -> None:
-        """Start copying a window of state to the device, or back."""
+        """Start copying a window of state to or from the device."""
         assert self.windows is not None
         assert self.staging is not None
         if isinstance(operation, Fetch):
@@ -104,7 +104,7 @@ class Placement:
             self.staging.give_back(operation.window)
 
     def may_be_present(self, about: Any) -> bool:
-        """Whether what a unit of state is about has a gradient, as far as the host knows."""
+        """Whether a unit of state may have a gradient, as far as the host knows."""
         return True
 
     def meet(self, call: Call, problem: RankFailure | None) -> None:
@@ -125,7 +125,7 @@ class Placement:
     def operands(
         self, number: int, window: WindowId | None = None
     ) -> Iterable[tuple[int, Operand]]:
-        """The operands that this rank updates in a bucket, or in a window of it, with their groups.
+        """What this rank updates in a bucket or window, with groups.
 
         Of state that stays on the host only those of a window can be updated.
         """
@@ -136,7 +136,7 @@ class Placement:
         state: Iterable[State],
         make: Callable[[], Mapping[tuple[Stage, int], list[OffloadUnit]]],
     ) -> None:
-        """Have windows of state that stays on the host; made anew if a tensor was replaced."""
+        """Create windows of offloaded state, again if tensors were replaced."""
         tensors = [tensor for own in state for tensor in own.values()]
         if self.windows and same_objects(tensors, self._windows_of):
             return
@@ -147,7 +147,7 @@ class Placement:
         )
 
     def chunk_arrived(self, operation: OfBucket) -> Arrived | None:
-        """A function that waits for the state of a chunk; None: none stays on the host."""
+        """A function that waits for the state of a chunk; None without offload."""
         sizes = self.shape.chunk_windows
         return self.arrived if sizes and sizes[operation.bucket.bucket] else None
 
@@ -158,82 +158,82 @@ class Placement:
         return self.windows.arrived(window, self.staging)
 
     def gradients(self) -> Iterable[Tensor]:
-        """The averaged gradients that this rank answers for in sums over ranks."""
+        """Averaged gradients that this rank counts in norms."""
         return (grad for _, grad in self.grouped_gradients())
 
     def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """The operands, with the index of the group."""
+        """Averaged gradients with the index of their group."""
         for number in range(len(self.shape.bucket_sizes)):
             for index, operand in self.operands(number):
                 if operand.counted:
                     yield index, operand.grad
 
     def drop_gradients(self, number: int) -> None:
-        """Free the averaged gradients of a bucket: it is updated."""
+        """Free the averaged gradients of an updated bucket."""
 
     def begin_look(self) -> None:
-        """Gradients are averaged to be looked at, and averaged again in the step."""
+        """Average gradients for inspection before the step."""
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients that the step will average, or take as they are."""
+        """Multiply the gradients of the coming step."""
         for param in self.params:
             if param.grad is not None:
                 local_of(param.grad).mul_(factor.to(param.grad))
 
     def end_look(self) -> None:
-        """Gradients were looked at: from here on as if backward had reduced them."""
+        """End the inspection, as if backward had reduced the gradients."""
 
     def present(self) -> Iterable[tuple[int, bool | Tensor]]:
-        """The group of each parameter, and whether it was present in the last step."""
+        """Group of each parameter, and whether it was present in the last step."""
         raise NotImplementedError
 
     def finish_step(self) -> None:
-        """The step ends: everything was updated, gathered and placed."""
+        """End a step after all updates."""
 
     def abandon_step(self) -> None:
-        """The step failed on all ranks: forget its gradients."""
+        """Drop the gradients of a failed step."""
 
     # --- gradients of several rounds, before the step ------------------------------------------
 
     def pause(self, paused: bool) -> None:
-        """Whether gradients that arrive are only kept."""
+        """Whether arriving gradients are only accumulated."""
 
     def end_round(self) -> None:
-        """No gradient comes any more before all buckets are launched."""
+        """Note that no more gradients arrive before the launches."""
 
     def launch(self, number: int) -> None:
         """Start the reduction of a bucket, unless backward has."""
 
     def keep_sums(self) -> None:
-        """Wait for them, keep this rank's part, and begin a new round."""
+        """Wait for reductions, keep this rank's part, and begin a new round."""
 
     def drop_reduced(self) -> None:
-        """Gradients are about to be zeroed where they are: what was reduced of them is void."""
+        """Drop reductions of gradients that are about to be zeroed."""
 
     # --- agreement with other ranks -----------------------------------------------------------
 
     def lines(self) -> list[str]:
-        """The plan as text: who owns and sends what, the same on every rank."""
+        """The plan as text, equal on every rank."""
         return []
 
     def lines_here(self) -> list[str]:
-        """The plan as it is in the memory of this rank, the same on the ranks of `group`."""
+        """The plan with this rank's memory, equal on the ranks of `group`."""
         return self.lines()
 
     def averaged_by(self, param: Tensor) -> str:
-        """The party that averages the gradients of a parameter's copies, in words."""
+        """Who averages the gradients of a parameter's copies, as text."""
         return "-"
 
     def updated_by(self, param: Tensor) -> str:
-        """The ranks that run the rule of a parameter, in words."""
+        """Which ranks update a parameter, as text."""
         return "-"
 
     def mend_replicas(self) -> None:
-        """Compare copies between ranks; where they differ, take the first rank's, or refuse."""
+        """Compare copies between ranks; copy rank 0's where they differ, or raise."""
 
     def expect_edits(self) -> None:
-        """Somebody is known to write into gradients after backward."""
+        """Allow writes to gradients after backward, as pipeline schedules make."""
 
     def holds(self, param: Tensor) -> bool:
-        """Whether a parameter is here."""
+        """Whether the placement has a parameter."""
         return self.values.holds(param)

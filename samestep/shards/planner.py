@@ -1,4 +1,4 @@
-"""Plans for the parameters of some groups: one for each kind, mesh and group of ranks."""
+"""Plans the parameters of some groups, by kind, mesh and group of ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ Blocks = Mapping[Tensor, list[Block] | None]
 
 
 class Request(NamedTuple):
-    """A request for plans: the parameters of one kind in some groups, and all that plans depend on.
+    """Parameters of one kind in some groups, with everything a plan depends on.
 
     indices: of the groups that have any.
     members: what a plan is made of, from indices of groups; of a kind's parameters those that a
@@ -64,7 +64,7 @@ class Request(NamedTuple):
 
 @dataclass(eq=False)
 class Planner:
-    """Makes the plans of an optimizer, in one launch order; all ranks must have `lines` alike."""
+    """Plans an optimizer, with one launch order; `lines` must agree on all ranks."""
 
     ranks: RankGroup | None
     outer: RankGroup | None
@@ -124,7 +124,7 @@ class Planner:
         return found
 
     def _settle_products(self, groups: Sequence[Group], blocks: Blocks) -> None:
-        """Settle how Muon's products are computed on a GPU, alike on all ranks. Collective."""
+        """Choose kernels for Muon's products, equally on all ranks. Collective."""
         halves = (None, torch.bfloat16, torch.float16)
         params = [p for g in groups if g.get("compute_dtype") in halves for p in g["params"]]
         if params and missing_products(params[0].device) is None:
@@ -140,7 +140,7 @@ class Planner:
                 settle(shapes, params[0].device, self.ranks)
 
     def own_reduction(self, index: int, group: Group) -> GroupReduction | None:
-        """Take a process group and divisor of its own out of a group: they are not saved."""
+        """Remove process_group and divisor from a group, because they are not saved."""
         process_group, divisor = group.pop("process_group", None), group.pop("divisor", None)
         tied = tied_members(group)
         if tied is not None:
@@ -175,7 +175,7 @@ class Planner:
     def _refuse_tied(
         self, tied: TiedMembers, group: Group, process_group: object, divisor: object
     ) -> None:
-        """Raise if the copies of other stages cannot be kept the same."""
+        """Raise if copies on other pipeline stages could not be kept equal."""
         refuse_other_places(tied, self.stages)
         name, distribution = tied.names[0], self.distribution
         own = process_group is not None or divisor is not None
@@ -194,7 +194,7 @@ class Planner:
             raise ValueError(f"parameter {name!r} is tied over pipeline stages, and {why}")
 
     def with_stages(self, reduction: GroupReduction, group: Group) -> GroupReduction:
-        """The ranks of all stages that have the tied parameters of a group. Collective."""
+        """Ranks of all stages with the tied parameters of a group. Collective."""
         tied = tied_members(group)
         if tied is None or self.ranks is None or self.stages is None:
             return reduction
@@ -220,7 +220,7 @@ class Planner:
         blocks: Blocks,
         only: Callable[[Tensor], bool] = lambda _: True,
     ) -> PlanMembers:
-        """The members of a plan of some groups: those of their parameters that `only` takes."""
+        """Members of a plan: parameters of some groups that `only` selects."""
         members: list[tuple[int, Tensor, ParamSpec]] = []
         lines = [*self.lines, f"problem: {self.problem}"]
         for index in indices:
@@ -253,14 +253,14 @@ class Planner:
 
 
 def _state_of_whole(group: Group, stored: StoredTensors, shape: Shape) -> int:
-    """Elements of state that belong to a whole block and that all have, such as its variance."""
+    """Elements of state per whole block, such as a variance."""
     shapes = state_shapes(rule_of(group), shape, group, stored)
     of_whole = (key for key, how in stored.items() if how.per is None and not how.owned)
     return sum(prod(shapes[key]) for key in of_whole)
 
 
 def _state_per_element(group: Group, stored: StoredTensors, wide: torch.dtype) -> float:
-    """In numbers of the usual width, of a parameter of a usual size."""
+    """Elements of state per element of a typical parameter."""
     shapes = state_shapes(rule_of(group), (64, 64), group, stored)
     sizes = (prod(shapes[key]) * how.dtype.itemsize for key, how in stored.items())
     return sum(sizes) / wide.itemsize / 64**2

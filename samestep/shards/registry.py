@@ -1,4 +1,4 @@
-"""The ways to hold parameters, an entry each: who plans, steps, estimates or explains asks here.
+"""Registry of the kinds of parameters and their placements.
 
 Rooms above that need more of a kind than its `Placement` keep a table by the names of kinds, and
 ask for an entry by `require_kind`: what they do not know is an error, and never left out.
@@ -14,7 +14,7 @@ from samestep.layout.boxes import mesh_of
 
 
 class Kind(NamedTuple):
-    """A way to hold parameters.
+    """A kind of parameters, and its placement.
 
     about: in words.
     takes: whether a parameter is held so; the first kind that says yes has it.
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     engine: str
 
     def load(self) -> Any:
-        """The class of its placements."""
+        """Import the placement class."""
         return resolve_name(self.engine)
 
 
@@ -49,12 +49,12 @@ KINDS = [
 
 
 def kind_of(param: Tensor) -> Kind:
-    """The kind that holds a parameter."""
+    """Kind of a parameter."""
     return next(kind for kind in KINDS if kind.takes(param))
 
 
 def require_kind(name: str, known: Container[str], what: str, where: str) -> None:
-    """Raise if a room does not know a kind: `what` it has none of, and `where` to add that."""
+    """Raise if a table lacks an entry for a kind."""
     if name not in known:
         about = next(kind.about for kind in KINDS if kind.name == name)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The state of an optimizer, divided among ranks: who keeps which boxes of which tensor.
+"""State divided among ranks: which rank keeps which boxes of which tensor.
 
     a rank's own tensor    part 0 | part 1 | ...        each part is a box of the whole tensor
     the whole tensor       what one process would have, of all parts of all ranks
@@ -25,17 +25,17 @@ BUNDLE = 1 << 24  # elements that travel at once where memory counts more than l
 
 
 class PartsDisagreeError(RuntimeError):
-    """Parts of one parameter have different counts of steps."""
+    """Raised if shards of one parameter have different step counts."""
 
 
 class Part(NamedTuple):
-    """A box of a whole tensor, and where it begins in the tensor of a rank that keeps it."""
+    """A box of a whole tensor, and its offset in a rank's tensor."""
 
     box: Box
     start: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a rank's tensor, (*box.sizes): a view."""
+        """View of the part in a rank's tensor."""
         own = local_of(tensor)
         if own.shape == self.box.sizes:
             return own
@@ -46,7 +46,7 @@ PartsOfRank = Callable[[int], Mapping[Key, Sequence[Part]]]
 
 
 class StateStore:
-    """Some state tensors, by key.
+    """Some state tensors by key.
 
     Args:
         title: Of the collectives.
@@ -72,7 +72,7 @@ class StateStore:
         self._of_rank: dict[int, Mapping[Key, Sequence[Part]]] = {}
 
     def parts(self, key: Key) -> Sequence[Part]:
-        """The parts of a tensor that this rank keeps."""
+        """Parts of a tensor on this rank."""
         return self._kept_by(self._ranks.rank)[key]
 
     def _kept_by(self, rank: int) -> Mapping[Key, Sequence[Part]]:
@@ -81,7 +81,7 @@ class StateStore:
         return self._of_rank[rank]
 
     def take(self, key: Key, tensor: Tensor, values: Tensor) -> None:
-        """Write this rank's parts of whole values into its tensor; nothing travels."""
+        """Copy this rank's parts out of whole values."""
         shaped = values if values.shape == self.shapes[key] else values.reshape(self.shapes[key])
         for part in self.parts(key):
             part.of(tensor).copy_(shaped[part.box.slices])
@@ -91,7 +91,7 @@ class StateStore:
     def gather(
         self, tensors: Mapping[Key, Tensor], device: torch.device, at_once: int = BUNDLE
     ) -> dict[Key, Tensor]:
-        """The whole tensors of which these are this rank's, on `device`. Collective.
+        """Gather whole tensors on `device`. Collective.
 
         No more than about `at_once` elements are on their way at any time.
         """
@@ -103,7 +103,7 @@ class StateStore:
     def launch(
         self, tensors: Mapping[Key, Tensor], device: torch.device
     ) -> Callable[[], dict[Key, Tensor]]:
-        """Start to put together the whole tensors of which these are this rank's. Collective.
+        """Start gathering whole tensors. Collective.
 
         Returns:
             A function that waits, and gives new tensors on `device`, by key. It raises on every
@@ -139,7 +139,7 @@ class StateStore:
         return finish
 
     def _holdings(self, key: Key) -> Holdings:
-        """The holdings of a tensor: which ranks keep which boxes."""
+        """Which ranks keep which boxes of a tensor."""
         return by_box(
             (rank, part.box)
             for rank in range(self._ranks.size)
@@ -149,7 +149,7 @@ class StateStore:
     def _counts_of(
         self, key: Key, tensor: Tensor
     ) -> tuple[Sequence[int], Holdings, dict[Box, Tensor]]:
-        """Numbers that parts keep, as a tensor with one element for each part of any rank.
+        """Step counts of parts on all ranks, one element each.
 
         The ranks of the parts, who holds which element, and the elements that are here.
         """
@@ -163,7 +163,7 @@ class StateStore:
         return ranks, by_box(elements), held
 
     def _require_same_counts(self, counts: Mapping[Key, tuple[Sequence[int], Tensor]]) -> None:
-        """Raise with the values per rank unless all parts have the same."""
+        """Raise with the values per rank unless all step counts agree."""
         if not counts:
             return
         wide = torch.cat([numbers.double() for _, numbers in counts.values()])
@@ -179,7 +179,7 @@ class StateStore:
                 )
 
     def _bundles(self, tensors: Mapping[Key, Tensor], at_once: int) -> Iterator[list[Key]]:
-        """Keys in order, as many together as have so many elements."""
+        """Group keys to send about this number of elements together."""
         some, elements = list[Key](), 0
         for key in tensors:
             size = prod(self.shapes[key])
@@ -200,6 +200,6 @@ def _by_dtype(tensors: Mapping[Key, Tensor]) -> dict[torch.dtype, list[Key]]:
 
 
 def boxes_of_ranks(boxes: Mapping[Key, Iterable[Box]]) -> PartsOfRank:
-    """Every rank keeps one box of each tensor: `boxes` has them by place."""
+    """Boxes of a tensor, one per rank."""
     by_place = {key: list(of_ranks) for key, of_ranks in boxes.items()}
     return lambda rank: {key: [Part(of_ranks[rank], 0)] for key, of_ranks in by_place.items()}

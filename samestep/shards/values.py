@@ -1,4 +1,4 @@
-"""State and values of shards, and the whole tensors that one process would have of them.
+"""Conversion between shards of state and values and whole tensors.
 
 A placement has one `ShardValues`. State dicts, checkpoints, swapped parameters and whoever reads or
 edits whole values ask it; no step does.
@@ -16,7 +16,7 @@ from samestep.update.plain import scale
 
 
 class ShardValues:
-    """State and values of shards; these are the answers where a rank has everything.
+    """State and values of shards; defaults are for a rank that has everything.
 
     State is handed in by the optimizer. `param` is always a parameter of the placement.
 
@@ -26,22 +26,22 @@ class ShardValues:
     params: Sequence[Tensor]
 
     def holds(self, param: Tensor) -> bool:
-        """Whether a parameter is here."""
+        """Whether the placement has a parameter."""
         return any(param is other for other in self.params)
 
     def index(self, param: Tensor) -> int:
-        """The place of a parameter among `params`."""
+        """Index of a parameter among `params`."""
         return next(i for i, other in enumerate(self.params) if other is param)
 
     # --- state ---------------------------------------------------------------------------
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the state that a rank has is all that a state dict needs, on every rank."""
+        """Whether every rank has all state."""
         raise NotImplementedError
 
     def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[tuple[str, str, Tensor]]:
-        """The state that all ranks of the placement's group have alike: name, key and tensor."""
+        """State that all ranks hold in common: name, key and tensor."""
         raise NotImplementedError
 
     def gather_state(
@@ -55,7 +55,7 @@ class ShardValues:
         raise NotImplementedError
 
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """The state of this rank, as boxes of what one process has."""
+        """State of this rank as boxes of whole tensors."""
         for param, entries in state.items():
             if self.holds(param):
                 for key, tensor in entries.items():
@@ -64,17 +64,17 @@ class ShardValues:
     def put_state(
         self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
-        """Take this rank's part of a parameter's state out of the whole."""
+        """Copy this rank's part out of whole state."""
         state[param][key].copy_(whole[key])
 
     # --- parameters ----------------------------------------------------------------------
 
     def whole_value(self, param: Tensor) -> Tensor:
-        """All of a parameter. Collective."""
+        """The whole parameter. Collective."""
         return param.detach()
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of a parameter out of the whole."""
+        """Copy this rank's part out of a whole parameter."""
         param.copy_(whole)
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
@@ -85,12 +85,12 @@ class ShardValues:
         scale(param, state[param], factor)
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        """Write a parameter's values into what lies as the state `key` does, one for each."""
+        """Write parameter values into the state `key`."""
         into.copy_(param)
 
     @torch.no_grad()
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
-        """Take the parameters for their main parameters."""
+        """Set main parameters from the parameters."""
         for param, entries in state.items():
             if not self.holds(param):
                 continue
@@ -106,5 +106,5 @@ class ShardValues:
         return None if param.grad is None else param.grad.detach().clone()
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
-        """Put a gradient in place of the mean; the parameter is then present."""
+        """Set the mean gradient, which makes the parameter present."""
         param.grad = whole.to(param.dtype)

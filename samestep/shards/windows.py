@@ -1,4 +1,4 @@
-"""The place of state between steps: beside its parameter, or in the host's memory.
+"""Offloaded state: its device between steps, and windows that bring it.
 
 From there it comes to the device in windows, and goes back.
 """
@@ -19,7 +19,7 @@ OFFLOADED_FROM = ("cuda", "cpu", "meta")  # devices whose state may stay on the 
 
 
 class StateDevice(NamedTuple):
-    """A device, and whether its memory is pinned, so that a GPU can copy while others compute."""
+    """A device for state, with pinned memory or not."""
 
     device: torch.device
     pinned: bool
@@ -28,16 +28,16 @@ class StateDevice(NamedTuple):
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is there."""
+        """Whether a tensor is on it."""
         return tensor.device == self.device and (not self.pinned or tensor.is_pinned())
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor with the same values."""
+        """A contiguous copy on it."""
         return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def state_device(device: torch.device, offload: str | None) -> StateDevice:
-    """The device on which the state of parameters stays.
+    """Device on which state stays between steps.
 
     Raises:
         ValueError: It shall be offloaded from a device that has no streams to copy beside it.
@@ -59,7 +59,7 @@ NO_LIMIT = 1 << 62
 
 
 class OffloadUnit(NamedTuple):
-    """State that an update needs at once, or a range of it if it may be cut.
+    """State that an update needs together.
 
     about: what the placement knows it by.
     state: on the host, contiguous, with the keys and shapes that the rule declares.
@@ -72,13 +72,13 @@ class OffloadUnit(NamedTuple):
 
     @property
     def size(self) -> UnitSize:
-        """The size of the unit, for a plan."""
+        """Size of the unit."""
         tensors = tuple(TensorSize(t.numel(), t.element_size()) for t in self.state.values())
         return UnitSize(self.elements, tensors, self.may_be_cut)
 
 
 class OffloadSlice(NamedTuple):
-    """A unit in a window, or a range of it: what comes, and what goes back to the host."""
+    """A unit, or a range of it, in a window."""
 
     unit: OffloadUnit
     start: int
@@ -92,7 +92,7 @@ class OffloadSlice(NamedTuple):
 
 
 class Windows:
-    """The windows of a placement, by what they are needed for; those of chunks are never cut."""
+    """Windows of a placement, by bucket or chunk."""
 
     def __init__(self, units: Mapping[tuple[Stage, int], Sequence[OffloadUnit]]) -> None:
         self._parts: dict[tuple[Stage, int, int], list[OffloadSlice]] = {}
@@ -114,20 +114,20 @@ class Windows:
         return tuple(sum(self._sizes.get(("chunk", chunk), ())) for chunk in range(chunks))
 
     def fetch(self, operation: Fetch, staging: Staging, is_present: Callable[[Any], bool]) -> None:
-        """Start bringing a window: what the host knows to be absent does not travel."""
+        """Start copying a window to the device, without absent parameters."""
         parts = self.parts(operation.window)
         wanted = [is_present(part.unit.about) for part in parts]
         home, back = [part.comes for part in parts], [part.goes_back for part in parts]
         staging.fetch(operation.window, operation.slot, home, back, wanted)
 
     def arrived(self, window: WindowId, staging: Staging) -> list[tuple[OffloadSlice, State]]:
-        """Wait for a window: its parts, each with its state on the device."""
+        """Wait for a window; returns its parts."""
         return list(zip(self.parts(window), staging.arrived(window), strict=True))
 
     def made(
         self, window: WindowId, place: int, of: tuple[object, ...], make: Callable[[], T]
     ) -> T:
-        """An object made of a part of a window, made anew only if it would be of other objects."""
+        """Cache an object made of a part of a window."""
         known = self._made.get((window, place))
         if known is None or not all(map(operator.is_, known[0], of)):
             known = self._made[window, place] = of, make()
@@ -140,7 +140,7 @@ class Windows:
 
 
 def _part(unit: OffloadUnit, cut: UnitRange) -> OffloadSlice:
-    """A number that a unit has, such as its count of steps, goes back with its last range alone.
+    """A part of a unit; numbers such as step counts go with the last one.
 
     Those before would change it for those after: each range begins with the number of last time.
     """

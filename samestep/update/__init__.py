@@ -1,1 +1,1 @@
-"""A rule run on tensors: in plain torch, compiled, or by Triton kernels."""
+"""Runs rules on tensors, in plain torch, compiled, or with Triton kernels."""

@@ -1,4 +1,4 @@
-"""Batches of blocks beside each other, on two streams of a GPU.
+"""Runs batches of blocks beside each other on two CUDA streams.
 
 The last tiles of a product leave most of a GPU idle, and passes over memory all of its matrix
 units: a second batch has work for both. It needs memory of its own, though, and large batches fill
@@ -34,7 +34,7 @@ class Batch:
 
     @property
     def temporary_bytes(self) -> int:
-        """Directions in and out, and squares, in 16 bits: seven on the Gram matrix, else two.
+        """Bytes of temporaries while the batch is orthogonalized.
 
         Counted from `kernels/orthogonalize.py`. Receipts of `samestep bench step` before there were
         lanes have 1,966,083,072 and 6,039,801,344 bytes for gpt-1280 and gpt-2048, and the largest
@@ -46,7 +46,7 @@ class Batch:
 
 
 def dealt(batches: Sequence[Batch], *, sparing: bool = False) -> list[list[int]]:
-    """The numbers of batches that run one after the other, lane by lane, most work first.
+    """Assign batches to lanes, most work first.
 
     sparing: in one lane, since memory is short.
     """
@@ -60,7 +60,7 @@ def dealt(batches: Sequence[Batch], *, sparing: bool = False) -> list[list[int]]
 
 
 def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) -> int:
-    """The memory that all lanes need at once: what one gives back is not free for another."""
+    """Bytes that all lanes need at once."""
     sizes = [batch.temporary_bytes for batch in batches]
     return sum(max((sizes[number] for number in lane), default=0) for lane in lanes)
 
@@ -68,7 +68,7 @@ def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) ->
 def side_by_side(
     lanes: Sequence[Sequence[int]], run: Callable[[int], T], device: torch.device
 ) -> list[T]:
-    """Run the batches; gives their results by number, all ready for the current stream.
+    """Run the batches; results are ready for the current stream.
 
     The first lane is the current stream. What another one reads has to be kept until this returns:
     memory of the current stream that is free is given to the first lane.
@@ -93,5 +93,5 @@ def side_by_side(
 
 @cache
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The stream of one lane, for all steps: each stream has free memory of its own."""
+    """The CUDA stream of a lane."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

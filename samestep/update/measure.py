@@ -1,4 +1,4 @@
-"""Symmetric products measured: once for a shape, on one rank, and kept on the machine.
+"""Measures which kernels are fastest for symmetric products, once per shape and machine.
 
 What is measured is a batch of a fixed size, so that the choice depends on the shape of a block
 alone: its result must not depend on its company. The first rank measures and tells the others.
@@ -39,7 +39,7 @@ def settle(
     group: RankGroup | None,
     measure: Measure | None = None,
 ) -> None:
-    """Settle the products of some blocks; with a group all of its ranks call it."""
+    """Choose kernels for the products of some blocks. Collective with a group."""
     wanted = sorted({shape for block in blocks for shape in products_of(*block)})
     found: dict[Shape, Way] = {}
     if group is None or group.rank == 0:
@@ -56,7 +56,7 @@ def _measured(
     device: torch.device,
     measure: Measure,
 ) -> dict[Shape, Way]:
-    """The choices that are known from before, and the others by measurement."""
+    """Choices by shape, from the cache or by measuring."""
     known = {**_kept(device), **settled}
     unknown = [shape for shape in shapes if shape not in known and not _goes_by_rule(shape, device)]
     if unknown and measure is milliseconds:
@@ -70,7 +70,7 @@ def _measured(
 
 
 def _goes_by_rule(shape: Shape, device: torch.device) -> bool:
-    """Whether nothing is to be found by measuring, which would delay the first step."""
+    """Whether a rule decides without measuring."""
     size, _ = shape
     if device.type != "cuda" or size < KNOWN_SIZE:
         return False
@@ -85,7 +85,7 @@ def _fastest(shape: Shape, device: torch.device, measure: Measure) -> Way:
 
 
 def _compile(shapes: Iterable[Shape], device: torch.device) -> None:
-    """The kernels of all ways beside each other."""
+    """Compile the candidate kernels in parallel."""
     from samestep.kernels.launch import compile_ahead
     from samestep.kernels.symmetric import symmetric_product
 
@@ -99,7 +99,7 @@ def _compile(shapes: Iterable[Shape], device: torch.device) -> None:
 
 
 def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:
-    """The time of a batch of products; infinite for tiles that the device has no room for."""
+    """Time of a batch of products; infinite if the tiles do not fit the device."""
     from triton.runtime.errors import OutOfResources
 
     from samestep.kernels.symmetric import symmetric_product
@@ -121,7 +121,7 @@ def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:
 
 
 def _timed(function: Callable[[], object], count: int) -> float:
-    """Milliseconds of a call, on the device."""
+    """Milliseconds of a call on the device."""
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
@@ -136,7 +136,7 @@ def _timed(function: Callable[[], object], count: int) -> float:
 
 
 def _kept(device: torch.device) -> dict[Shape, Way]:
-    """From the file, if there is one that can be read."""
+    """Read the cache file."""
     try:
         entries = json.loads(_file().read_text())[_key(device)]
         return _ways(entries)
@@ -145,7 +145,7 @@ def _kept(device: torch.device) -> dict[Shape, Way]:
 
 
 def _keep(ways: Mapping[Shape, Way], device: torch.device) -> None:
-    """Into the file, whole or not at all; where that cannot be, it is measured again next time."""
+    """Write the cache file, atomically."""
     path = _file()
     with suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)

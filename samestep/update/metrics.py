@@ -1,4 +1,4 @@
-"""Numbers of a step: the joint norm of gradients, sizes of updates, outliers, who was present."""
+"""Numbers for `opt.metrics()`: norms, sizes of updates, outliers and presence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from samestep.update.plain import Operand
 
 
 class UpdateSizes:
-    """Root mean squares of the directions of a step, per group, over all ranks."""
+    """RMS of the updates of a step, per group over all ranks."""
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
@@ -22,7 +22,7 @@ class UpdateSizes:
         self._totals: Tensor | None = None
 
     def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
-        """Count the squares, (B,), of what this rank answers for and what is present."""
+        """Add squares, (B,), of present blocks on this rank."""
         for operand, square in zip(operands, squares, strict=True):
             if operand.counted:
                 square = square * operand.share
@@ -37,7 +37,7 @@ class UpdateSizes:
         device: torch.device,
         apart: Mapping[RankGroup, Sequence[int]],
     ) -> None:
-        """Start adding up over ranks; `apart`: groups of parameters that other ranks share."""
+        """Start summing over ranks."""
         totals = torch.zeros(2, self._groups, dtype=torch.float64, device=device)
         for index, square, size in self._sums:
             totals[0, index] += square.to(device)
@@ -65,7 +65,7 @@ class UpdateSizes:
 
 
 class Outliers:
-    """Blocks whose direction has had a norm that its rule cannot give, since construction.
+    """Counts of blocks whose update was larger than possible.
 
     It should never happen: then the orthogonalization has left its basin, or a gradient was not
     finite. Kernels write flags into the host's memory; of what plain torch does on a GPU only
@@ -80,7 +80,7 @@ class Outliers:
     def look_at(
         self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
     ) -> None:
-        """Look at the squares of directions, (B,); `only_if`: whether they are stepped along."""
+        """Check squares of directions, (B,)."""
         flags = squares.le(largest_norm**2).logical_not_()  # so that NaN counts
         if only_if is not None:
             flags &= only_if != 0
@@ -89,11 +89,11 @@ class Outliers:
         self._found[group] = count if known is None else known + count.to(known.device)
 
     def watch(self, group: int, flags: Sequence[Tensor]) -> None:
-        """Look at flags that kernels set, from now on."""
+        """Also count flags that kernels set."""
         self._flags.setdefault(group, []).extend(flags)
 
     def counts(self, groups: int) -> Tensor:
-        """(groups,): how many blocks of each."""
+        """Outliers per group, (groups,)."""
         device = next((count.device for count in self._found.values()), torch.device("cpu"))
         counts = torch.zeros(groups, dtype=torch.int64, device=device)
         for group, count in self._found.items():
@@ -103,7 +103,7 @@ class Outliers:
         return counts
 
     def new(self) -> int | None:
-        """A group in which there is one, once, as far as it is known without waiting."""
+        """A group with a new outlier, without waiting for the device."""
         if self._told:
             return None
         for group, flags in self._flags.items():
@@ -118,14 +118,14 @@ class Outliers:
 
 
 class StepNumbers(NamedTuple):
-    """The numbers that a step leaves for `opt.metrics()`."""
+    """Results of a step for `opt.metrics()`."""
 
     grad_norm: Tensor | None
     sizes: UpdateSizes | None
 
 
 def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) -> Tensor:
-    """(groups,): how many parameters of each group have a gradient on any rank."""
+    """Number of present parameters per group, (groups,)."""
     known, flags = [0] * groups, []
     for index, flag in present:
         if isinstance(flag, Tensor):
@@ -143,7 +143,7 @@ def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) ->
 
 
 def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
-    """The sum of all squares in float64, (); None if there is no gradient."""
+    """Sum of all squares in float64, (); None without gradients."""
     grads = list(grads)
     if not grads:
         return None
@@ -157,7 +157,7 @@ def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
 
 
 def can_sum_with_kernels(grads: list[Tensor]) -> bool:
-    """Whether the kernel can read them, where there is one."""
+    """Whether a kernel can read the gradients."""
     return (
         len({grad.device for grad in grads}) == 1
         and all(map(Tensor.is_contiguous, grads))

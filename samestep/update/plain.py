@@ -1,4 +1,4 @@
-"""Running a rule on the tensors of one device: read, update, write back.
+"""Runs rules in plain torch: read, update, write back.
 
 Rules are pure; this file decides what they are given. Same-shape blocks become one
 stack, so that each shape costs one batched orthogonalization. Math is in 32 bits or more,
@@ -48,7 +48,7 @@ Scalars = Mapping[str, Tensor]
 
 
 class Operand(NamedTuple):
-    """A whole parameter, or one block of it: views to read from and write to."""
+    """Views of a parameter or block, with gradient and state."""
 
     param: Tensor
     grad: Tensor
@@ -61,13 +61,13 @@ class Operand(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """Shape of a block as a matrix."""
         rows = self.param.shape[0] if self.rows is None else self.rows
         return rows, self.param.numel() // rows
 
 
 class GroupMath(NamedTuple):
-    """The rule of one group with the options and numbers of this step, on one device."""
+    """Rule, options and numbers of one group in this step."""
 
     rule: Rule
     scalars: Scalars
@@ -79,7 +79,7 @@ class GroupMath(NamedTuple):
     bounds: "Outliers | None" = None
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """A gradient as the rule shall see it; scaled in 32 bits, as 16 are too few."""
+        """A gradient in the dtype of the math, unscaled."""
         if self.factor is not None:
             wide = torch.promote_types(grad.dtype, torch.float32)
             grad = grad.to(wide) * self.factor.to(wide)
@@ -90,7 +90,7 @@ GroupMaths = Callable[[int, torch.device], GroupMath]  # by index of the group
 
 
 class Result(NamedTuple):
-    """New values, and the sum of squares of the direction if it was asked for."""
+    """New values, and squares of the direction on request."""
 
     param: Tensor
     state: State
@@ -109,7 +109,7 @@ def run_rule(
     options: Mapping[str, Any],
     measure: bool = False,
 ) -> Result:
-    """Plain `rule.update`; `samestep.update.compiled` offers the same function compiled."""
+    """Run `rule.update` without compiling."""
     new = rule.update(param, grad, state, scalars, options)
     if not measure:
         return Result(new.param, new.state)
@@ -131,7 +131,7 @@ def direction_squares(direction: Tensor, kind: str = "matrix") -> Tensor:
 def update_together(
     rule: Rule, operands: Sequence[Operand], math: "GroupMath", run: UpdateFunction
 ) -> bool:
-    """Apply an elementwise rule to all operands in one call; False if that cannot be done.
+    """Update all operands in one call; False if that is unsupported.
 
     It can where nothing is selected, converted or measured.
     """
@@ -153,12 +153,12 @@ def update_together(
 
 
 def is_bounded(rule: Rule | StagedRule) -> TypeGuard[BoundedRule]:
-    """Whether a rule says how large its directions can be."""
+    """Whether a rule states the largest norm of its directions."""
     return follows(type(rule), BoundedRule)
 
 
 def _is_plain(operand: Operand) -> bool:
-    """Whether parameter, gradient and state are what the rule reads and writes."""
+    """Whether no dtype needs conversion."""
     dtype = operand.param.dtype
     tensors = (operand.grad, *operand.state.values())
     return (
@@ -235,7 +235,7 @@ def update_blocks(
 
 
 def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[Operand]]:
-    """Sort blocks into stacks of one shape, dtype and device, in order of appearance.
+    """Group blocks by shape, dtype and device.
 
     `most`: elements of a stack, unless one block has more; None: `STACK_ELEMENTS`.
     """
@@ -250,7 +250,7 @@ def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[
 
 
 def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
-    """The input of a rule: all in the math dtype, the main parameter for the parameter.
+    """Inputs of a rule in the dtype of the math.
 
     Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
     there the parameter counts.
@@ -262,7 +262,7 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
 
 
 def wide_state(param: Tensor, state: State) -> State:
-    """Moments in the math dtype, whatever they are kept in; a count of steps with them."""
+    """State in the dtype of the math."""
     dtype = math_dtype(param)
     found = {}
     for key in moment_keys(tuple(state)):
@@ -275,13 +275,13 @@ def wide_state(param: Tensor, state: State) -> State:
 
 @lru_cache(maxsize=256)
 def moment_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys of a state without main parameters, and without scales of what has 8 bits."""
+    """Keys of moments in a state."""
     skipped = {*MASTERS, *(key + SCALE_SUFFIX for key in keys)}
     return tuple(key for key in keys if key not in skipped)
 
 
 def _blocked_dim(codes: Tensor, scale: Tensor) -> int:
-    """The dim whose neighbours share scales: the last one of the parameter as it is stored."""
+    """Dim whose neighbours share scales."""
     pairs = zip(codes.shape, scale.shape, strict=True)
     return next((dim for dim, (many, few) in enumerate(pairs) if many != few), codes.ndim - 1)
 
@@ -292,7 +292,7 @@ def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def exact_value(param: Tensor, state: State) -> Tensor:
-    """A parameter in the math dtype: its master copy, wherever that is still the same."""
+    """A parameter in the dtype of the math, from its main parameter where valid."""
     if REMAINDER_KEY in state:
         return join_remainder(param, state[REMAINDER_KEY])
     dtype = math_dtype(param)
@@ -304,7 +304,7 @@ def exact_value(param: Tensor, state: State) -> Tensor:
 
 
 def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs that write a new value, rounded once: into the parameter and its main parameter."""
+    """Where to write a new value: parameter and main parameter."""
     if REMAINDER_KEY in state:
         rounded, rest = split_remainder(value)
         yield param, rounded
@@ -319,7 +319,7 @@ def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tupl
 def state_pairs(
     state: State, new: State, step: Tensor | None, origin: Origin | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs that write new moments, each as it is kept; `step`: the parameter's count now.
+    """Where to write new moments, in their formats.
 
     Elements that are rounded at random are so by bits of their own, which `origin` knows.
     """
@@ -348,7 +348,7 @@ def state_pairs(
 
 
 def scale(param: Tensor, state: State, factor: Tensor) -> None:
-    """Multiply a parameter and its master copy, if it has one, by `factor`, rounding once."""
+    """Multiply a parameter and its main parameter, rounding once."""
     if not any(key in state for key in MASTERS):
         param.mul_(factor)
         return
@@ -360,12 +360,12 @@ def scale(param: Tensor, state: State, factor: Tensor) -> None:
 
 
 def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:
-    """Write a new value into place, unless the flag is False."""
+    """Write a new value, unless the flag is False."""
     old.copy_(value if only_if is None else torch.where(only_if, value, old))
 
 
 def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
-    """Copy the new values into place; the parameter is rounded from the master copy."""
+    """Copy new values into place."""
     param, state, present = operand.param, operand.state, operand.present
     if present is not None:
         only_if = present if only_if is None else only_if & present
@@ -377,14 +377,14 @@ def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
 
 
 def new_count(state: State, new: State) -> Tensor | None:
-    """The count of steps after this one: the rule's own, or that which only rounding needs."""
+    """Step count after this step."""
     if STEP in new:
         return new[STEP]
     return state[STEP] + 1 if STEP in state else None
 
 
 class StepScalars:
-    """The 0-D tensors of each group and device, made once and refilled in place every step.
+    """Device scalars of each group, refilled every step.
 
     Their identity and dtype never change, so a compiled update is never recompiled for a
     new learning rate, and nothing waits for the device.
@@ -397,7 +397,7 @@ class StepScalars:
     def refill(
         self, group: int, device: torch.device, values: Mapping[str, float | Tensor]
     ) -> Scalars:
-        """Give the group's tensors on `device`, holding `values`."""
+        """Fill and return a group's scalars on `device`."""
         dtype = torch.float32 if device.type == "mps" else torch.float64
         tensors = self._tensors.setdefault((group, device), {})
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -418,7 +418,7 @@ class StepScalars:
 
 
 def _as_one_vector(values: Mapping[str, float | Tensor], device: torch.device) -> Scalars:
-    """The scalars for XLA: one input of the program, anew in every step.
+    """Scalars as one vector, for XLA.
 
     A single 0 or 1 would be a constant of the program, so that a schedule that ends in 0 compiles
     again; a vector never is one. What is a tensor on the device stays there.

@@ -1,4 +1,4 @@
-"""The step by kernels: on the operands that they can take."""
+"""Runs steps with Triton kernels, on operands that they support."""
 
 import operator
 from collections import defaultdict
@@ -26,14 +26,14 @@ from samestep.update.plain import BATCH_ELEMENTS, GroupMath, Operand
 
 
 class Job(NamedTuple):
-    """Tensors that one launch works on."""
+    """Tensors of one kernel launch."""
 
     places: list[int]  # among the operands
     tensors: AdamWTensors | MuonBlocks
 
 
 class KernelPlan:
-    """The batches of a group's operands, made once unless parameters or state change."""
+    """Batches of a group's operands, rebuilt if tensors are replaced."""
 
     def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int | None) -> None:
         self.params = [operand.param for operand in operands]
@@ -60,7 +60,7 @@ class KernelPlan:
         return [self.params[place] for place in places], [self.states[place] for place in places]
 
     def is_for(self, operands: Sequence[Operand]) -> bool:
-        """Whether nothing was replaced since."""
+        """Whether no tensor was replaced."""
         return (
             len(operands) == len(self.params)
             and all(map(operator.is_, self.states, [operand.state for operand in operands]))
@@ -70,16 +70,16 @@ class KernelPlan:
         )
 
     def outliers(self) -> list[Tensor]:
-        """Flags of blocks, which kernels set."""
+        """Outlier flags of blocks, which kernels set."""
         jobs = [job.tensors for batch in self.batches for job in batch]
         return [blocks.outliers for blocks in jobs if isinstance(blocks, MuonBlocks)]
 
     def temporary_bytes(self) -> int:
-        """About what blocks need while they are orthogonalized."""
+        """About the bytes of temporaries of Muon blocks."""
         return temporary_bytes(self._blocks(), self.lanes)
 
     def _blocks(self) -> list[Batch]:
-        """The outliers of each batch; AdamW's have none."""
+        """Outlier flags per batch."""
         found = []
         for batch in self.batches:
             blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
@@ -88,7 +88,7 @@ class KernelPlan:
         return found
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
-        """The gradients of each batch, job by job; their addresses travel together."""
+        """Gradients per batch, passed as addresses."""
         jobs = [job for batch in self.batches for job in batch]
         order = [place for job in jobs for place in job.places]
         table = Table([[operands[place].grad for place in order]])
@@ -133,7 +133,7 @@ def update_with_kernels(
     plans: Plans,
     most: int | None = None,
 ) -> list[Operand]:
-    """Run the rule of a group on the operands that kernels can do; give the others back.
+    """Update operands with kernels; returns those they do not support.
 
     `most`: elements that are orthogonalized at once; None: `BATCH_ELEMENTS`.
     """
@@ -154,7 +154,7 @@ def update_with_kernels(
 def _plan_for(
     math: GroupMath, index: int, operands: Sequence[Operand], plans: Plans, most: int | None
 ) -> tuple[KernelPlan, bool]:
-    """The plan of a group's operands, and whether it had to be made."""
+    """Cached plan of operands, and whether it is new."""
     # A group may come in several buckets.
     key = index, operands[0].param.device, len(operands), id(operands[0].state)
     plan = plans.get(key)
@@ -169,7 +169,7 @@ def _plan_for(
 def _run_all(
     plan: KernelPlan, math: GroupMath, operands: Sequence[Operand], *, beside: bool = False
 ) -> list[list[Tensor]]:
-    """Run all batches, beside each other or not; gives the squares of each that `muon_` gives."""
+    """Run all batches."""
     only_if = None if math.only_if is None else math.only_if.double()
     step = Step(math.scalars, math.options, math.factor, math.maximize, only_if)
     grads = list(plan.gradients(operands))
@@ -188,7 +188,7 @@ def _run_all(
 
 
 def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
-    """The reason why kernels cannot do all operands of a group."""
+    """Why kernels do not support all operands of a group."""
     for operand in operands:
         if type(math.rule) is AdamWRule and math.sizes is not None:
             return "update_rms=True, which no kernel measures for AdamW"
@@ -227,7 +227,7 @@ MUON_VALUES = {
 
 
 def can_run(math: GroupMath, device: torch.device) -> bool:
-    """Whether there are kernels for the rule and options of a group."""
+    """Whether kernels support a rule and its options."""
     options = math.options
     if type(math.rule) is AdamWRule:
         known = options.keys() <= ADAMW_OPTIONS and options["decay_form"] in DECAY_FORMS
@@ -243,7 +243,7 @@ def can_run(math: GroupMath, device: torch.device) -> bool:
 
 
 def _fits(operand: Operand) -> bool:
-    """Whether kernels know its dtypes and strides."""
+    """Whether kernels support dtypes and strides of an operand."""
     known = operand.param.dtype in DTYPES and operand.grad.dtype in DTYPES and _grad_fits(operand)
     shape, strides = operand.param.shape, operand.param.stride()
     for tensor in (operand.param, *operand.state.values()):
@@ -254,7 +254,7 @@ def _fits(operand: Operand) -> bool:
 
 
 def _is_known(operand: Operand, key: str) -> bool:
-    """Whether kernels read and write state that is kept as this is."""
+    """Whether kernels support a format of state."""
     state, dtype = operand.state, operand.state[key].dtype
     is_random = operand.origin is not None and key in operand.origin.seeds
     if key == MASTER:
@@ -275,7 +275,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # what kernels round at 
 
 
 def _origin_fits(operand: Operand) -> bool:
-    """Whether kernels can tell which random bits are whose; all codes are in blocks of one size."""
+    """Whether kernels support its stochastic rounding."""
     origin, sizes = operand.origin, _block_sizes(operand)
     if origin is None:
         return True
@@ -284,33 +284,33 @@ def _origin_fits(operand: Operand) -> bool:
 
 
 def _block_sizes(operand: Operand) -> dict[str, int]:
-    """The number of codes that share a scale, by key."""
+    """Codes per scale, by state key."""
     state = operand.state
     return {key: codes_per_scale(state, key) for key in state if key + SCALE_SUFFIX in state}
 
 
 def _origins(operands: Sequence[Operand], places: Sequence[int]) -> list[Origin] | None:
-    """The origins of operands that are alike; None: nothing is rounded at random."""
+    """Global indices of operands for stochastic rounding; None without it."""
     origins = [operands[place].origin for place in places]
     return [origin for origin in origins if origin is not None and origin.seeds] or None
 
 
 def _grad_fits(operand: Operand) -> bool:
-    """Whether a gradient is contiguous, or lies as its matrix does in the gaps of others."""
+    """Whether the strides of a gradient are supported."""
     if operand.rows is not None:
         return operand.grad.stride() == operand.param.stride()
     return operand.grad.is_contiguous()
 
 
 def _strides(operand: Operand) -> MatrixStrides | None:
-    """The strides of a matrix in the gaps of others, which its gradient and state share."""
+    """Strides of an interleaved matrix."""
     if operand.rows is None or operand.param.is_contiguous():
         return None
     return strides_of(operand.param)
 
 
 def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
-    """By the dtypes of parameter, gradient and state, and by what is rounded at random."""
+    """Group operands by dtypes and rounding."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for place in places:
         operand = operands[place]
@@ -324,7 +324,7 @@ def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[in
 def _batches(
     operands: Sequence[Operand], places: Sequence[int], most: int
 ) -> Iterator[list[list[int]]]:
-    """Blocks that are orthogonalized together: those of a shape, and those of its transpose."""
+    """Group blocks by shape, up to transposition."""
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place in places:
         by_shape[tuple(sorted(operands[place].matrix))].append(place)
@@ -340,7 +340,7 @@ def _batches(
 
 
 def _writes(operands: Sequence[Operand]) -> Tensor | None:
-    """(count,) float64 flags of presence on the device; None: all are present."""
+    """Presence flags, (count,) float64; None: all are present."""
     if not [operand for operand in operands if operand.present is not None]:
         return None
     one = torch.ones((), dtype=torch.float64, device=operands[0].param.device)

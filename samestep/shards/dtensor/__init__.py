@@ -1,1 +1,1 @@
-"""Parameters of which every rank holds a part: DTensors, and blocks made whole on their owners."""
+"""Parameters that are DTensors, and the exchange of their blocks with owners."""

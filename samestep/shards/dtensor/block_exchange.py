@@ -1,4 +1,4 @@
-"""Blocks of DTensors: they come together on their owners, chunk by chunk, and go back.
+"""Sends blocks of DTensors to their owners, chunk by chunk, and their updates back.
 
 `docs/fsdp2.md` has the algorithm. Only what needs the whole block is done by its owner.
 `PlainStages` are those of a chunk in plain torch; `kernel_stages` has them with kernels, for which
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class BlockExchange:
-    """The plan for the blocks of one mesh, at work."""
+    """Runs the exchange plan of the blocks of one mesh."""
 
     def __init__(self, local: LocalShards, chunks: Sequence[Chunk]) -> None:
         self._local, self.chunks = local, chunks
@@ -66,7 +66,7 @@ class BlockExchange:
         return lines
 
     def prepare(self) -> None:
-        """There is state now: make what blocks need to travel."""
+        """Allocate what the exchange needs, once state exists."""
         local = self._local
         self._local_chunks = [LocalChunk(chunk, local) for chunk in self.chunks]
         self._stages = [PlainStages(chunk) for chunk in self._local_chunks]
@@ -76,7 +76,7 @@ class BlockExchange:
             self._kernels = SpreadBlocks(self._local_chunks)
 
     def begin_step(self) -> None:
-        """Parameters and state are those of this step, and its gradients are there."""
+        """Use the parameters, state and gradients of this step."""
         if self._version != self._local.version:  # some were replaced since the last step
             self._version = self._local.version
             for chunk in self._local_chunks:
@@ -85,11 +85,11 @@ class BlockExchange:
             self._kernels.begin_step(self._local)
 
     def units(self) -> list[list[OffloadUnit]]:
-        """The state of every chunk that stays on the host."""
+        """State of every chunk that is offloaded to the host."""
         return [chunk.units() for chunk in self._local_chunks]
 
     def run(self, operation: OfBucket, math: GroupMaths, arrived: Arrived | None = None) -> None:
-        """One stage of one chunk; other operations are not about blocks.
+        """Run one operation of the schedule on one chunk.
 
         `arrived`: waits for a window, where the chunk has state that stays on the host.
         """
@@ -117,7 +117,7 @@ class BlockExchange:
                 self._running.pop(number).apply(math)
 
     def end_step(self) -> None:
-        """Everything was taken and placed, or the step has failed."""
+        """Release the buffers after a step, also after a failed one."""
         self._running = {}
         for number in self._fetched:  # that state is gone again
             self._local_chunks[number].forget_views()
@@ -127,7 +127,7 @@ class BlockExchange:
 
 
 class PlainStages:
-    """A chunk's way in plain torch: its parts to the owners, directions back, and the step."""
+    """The stages of one chunk in plain torch: collect, transform, give back, apply."""
 
     def __init__(self, chunk: LocalChunk) -> None:
         self._chunk, self._local = chunk, chunk.local
@@ -199,7 +199,7 @@ class PlainStages:
         self._directions = directions
 
     def _blocks(self) -> dict[int, Tensor]:
-        """Wait for the blocks that this rank owns, in the shapes of their boxes."""
+        """Wait for the blocks this rank owns, in their shapes."""
         chunk, prepared, self._prepared = self._chunk, self._prepared, {}
         came = chunk.collection.arrived_parts()
         found = {
@@ -216,7 +216,7 @@ class PlainStages:
     def _matrices(
         self, place: int, block: Tensor, directions: dict[int, Tensor]
     ) -> "list[_Matrix]":
-        """The matrices of a block; several have their directions in one tensor made for it."""
+        """The matrices of a block; the directions of several share one tensor."""
         planned, shapes = self._chunk.blocks[place], self._matrices_of[place]
         form = planned.block.form
         if form is None:
@@ -231,7 +231,7 @@ class PlainStages:
         return [_Matrix(place, planned, *of_matrix) for of_matrix in of_matrices]
 
     def give_back(self) -> None:
-        """Start sending everyone the parts of the directions that they hold."""
+        """Start sending directions to the ranks that hold their shards."""
         chunk, back = self._chunk, self._chunk.giving_back
         assert back is not None
         states = chunk.packed_states() if chunk.states_sent else {}
@@ -241,7 +241,7 @@ class PlainStages:
         )
 
     def add_up(self, math: GroupMaths) -> None:
-        """Start adding up what rules need of whole blocks; of copies the first counts."""
+        """Start summing over ranks the numbers that rules need of whole blocks."""
         chunk, local, directions = self._chunk, self._local, self._directions_here()
         assert chunk.sums is not None
         rows = nothing(self._first_sums[-1], chunk.device)
@@ -269,7 +269,7 @@ class PlainStages:
         self._sums = gather_segments(chunk.sums.name, rows.view(-1), sizes, local.group)
 
     def apply(self, math: GroupMaths) -> None:
-        """Step in the directions, on the shards that this rank holds."""
+        """Apply the directions to this rank's shards."""
         chunk, local, directions = self._chunk, self._local, self._directions_here()
         totals: Tensor | None = None
         if self._sums is not None:
@@ -286,7 +286,7 @@ class PlainStages:
                 local.count(planned, of_group, direction)
 
     def _directions_here(self) -> dict[int, Tensor]:
-        """The directions of this rank's shards: its own, and those that have come, once awaited."""
+        """Directions of this rank's shards: local ones, and received ones once awaited."""
         if self._of_shards is not None:
             return self._of_shards
         chunk, found = self._chunk, dict[int, Tensor]()
@@ -303,7 +303,7 @@ class PlainStages:
         return found
 
     def _parts(self, shard: BlockShard, *, apart: bool) -> "Iterator[_PartOfShard]":
-        """A shard as parts of matrices of one shape, or if `apart` of one matrix."""
+        """A shard as parts of matrices of one shape; with `apart`, of one matrix."""
         block, matrices = shard.planned.block, self._matrices_of[shard.place]
         shapes = list(dict.fromkeys(matrices))
         if len(matrices) == 1 or (len(shapes) == 1 and not apart):
@@ -329,7 +329,7 @@ class PlainStages:
         math: GroupMath,
         totals: Tensor | None,
     ) -> Tensor:
-        """The step of a shard; its matrices may differ in shape, so in their rate, and in sums."""
+        """The updated shard; its matrices may differ in shape, and so in their rate."""
         new, names = torch.empty(0), rule.sums(math.options) if is_summing(rule) else ()
         for part in self._parts(shard, apart=bool(names)):
             scalars = dict(math.scalars)
@@ -349,7 +349,7 @@ class PlainStages:
 
 
 class _PartOfShard(NamedTuple):
-    """Rows or columns of a shard that belong to matrices of one shape; `first`: one of those."""
+    """Rows or columns of a shard that belong to matrices of one shape."""
 
     shape: Shape
     first: int
@@ -361,7 +361,7 @@ class _PartOfShard(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """A matrix that this rank orthogonalizes; `direction`: where its result goes."""
+    """A matrix that this rank orthogonalizes, and the place of its direction."""
 
     place: int  # of its block in the chunk
     planned: PlannedBlock

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, found before FSDP2 sends them (`check_gradients=True`).
+"""Finds gradients that are not finite before FSDP2 reduces them (`check_gradients=True`).
 
 FSDP2 packs the gradients of a unit and reduces them inside backward. `CheckedReduceScatter` stands
 before the reduce-scatter that the unit has, whichever that is, and looks at what is packed: if it
@@ -34,7 +34,7 @@ _WHEN = "before FSDP2 averaged it with those of other ranks"
 
 
 class GradientCheck:
-    """Tells of void sums among the units of some parameters, for as long as it is alive."""
+    """Reports void reductions among the FSDP2 units of some parameters."""
 
     def __init__(self, params: Sequence[DTensor], names: Sequence[str], rank: int) -> None:
         self._params, self._names, self._rank = params, names, rank
@@ -46,7 +46,7 @@ class GradientCheck:
             comm.checks.add(self)
 
     def problem(self) -> RankFailure | None:
-        """The reason why gradients of this rank's units cannot be used, or None."""
+        """An error if gradients of this rank's units are unusable, or None."""
         for unit, comm in zip(self._units, self._comms, strict=True):
             if unit.reduce_scatter is not comm:
                 return RankFailure(
@@ -63,7 +63,7 @@ class GradientCheck:
         return None
 
     def drop(self) -> None:
-        """Gradients are about to be zeroed where they are."""
+        """Note that gradients are about to be zeroed in place."""
         for comm in self._comms:
             for void in comm.void_sums:
                 void.remove_hooks()
@@ -76,7 +76,7 @@ class GradientCheck:
 
 
 def _checked(unit: ReducedUnit) -> "CheckedReduceScatter":
-    """The check before the reduce-scatter of a unit, put there if it is not."""
+    """Install the check before the reduce-scatter of a unit, if it is not there."""
     found = unit.reduce_scatter
     if isinstance(found, CheckedReduceScatter):
         return found
@@ -85,7 +85,7 @@ def _checked(unit: ReducedUnit) -> "CheckedReduceScatter":
 
 
 def set_reduce_scatter(module: FSDPModule, comm: Any) -> None:
-    """Set a reduce-scatter as torch does, behind the check of what is sent, if there is one."""
+    """Set a unit's reduce-scatter, keeping an installed check before it."""
     units = units_of(module)
     before = [unit.reduce_scatter for unit in units]
     module.set_custom_reduce_scatter(comm)
@@ -95,7 +95,7 @@ def set_reduce_scatter(module: FSDPModule, comm: Any) -> None:
 
 
 class CheckedReduceScatter:
-    """Looks at packed gradients before another reduce-scatter has them.
+    """A reduce-scatter that checks packed gradients before another one sends them.
 
     checks: those that want to know; without any it only hands on.
     void_sums: those to which this rank gave zeros, and of which there may be gradients still.
@@ -117,7 +117,7 @@ class CheckedReduceScatter:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Room for packed gradients, then for the sum, which is asked for when they are packed."""
+        """Allocate the packed gradients, then the sum."""
         room: Tensor = self.inner.allocate(size, dtype=dtype, device=device)
         if not self._scatters:  # copies of the whole unit are added up, without a call of this
             packed, self._packed = self._packed, room
@@ -150,7 +150,7 @@ class CheckedReduceScatter:
     # --- gradients that are combined before they are packed ------------------------------------
 
     def _watch_gathered(self, *_: object) -> None:
-        """Before forward, when parameters were gathered."""
+        """Install hooks on the gathered parameters before forward."""
         for index in range(len(self._unit.params)):
             whole = self._unit.gathered(index)
             if whole is not None and whole.requires_grad and self._hooked.get(index) is not whole:
@@ -160,7 +160,7 @@ class CheckedReduceScatter:
 
     @torch.no_grad()
     def _arrived(self, index: int, whole: Tensor) -> None:
-        """Backward has finished a gradient: zeros take its place if it is not finite."""
+        """Replace the gradient of a parameter by zeros if it is not finite."""
         grad = whole.grad
         if grad is None or not self.checks:
             return
@@ -174,7 +174,7 @@ class CheckedReduceScatter:
 
 
 class VoidSum:
-    """A sum to which this rank gave zeros, and the gradients that came of it.
+    """A reduction to which this rank contributed zeros, and the gradients it produced.
 
     found: gradients that were not finite before they were packed, by parameter.
     packed: what would have been sent otherwise.
@@ -191,12 +191,12 @@ class VoidSum:
         ]
 
     def _reduced(self, index: int, param: Tensor) -> None:
-        """FSDP2 has given a parameter its part of a sum: of this one, or the first that has it."""
+        """Note that FSDP2 has assigned a shard of this sum to a parameter."""
         if param.grad is not None:
             self._grads.setdefault(index, weakref.ref(param.grad))
 
     def close(self) -> None:
-        """Other gradients than those that there are do not belong to this sum."""
+        """Note that later gradients do not belong to this sum."""
         if self._grads:
             self.remove_hooks()
 
@@ -205,7 +205,7 @@ class VoidSum:
             handle.remove()
 
     def lasts(self) -> bool:
-        """Whether any gradient has this sum, or will have it: HSDP may add up over copies later."""
+        """Whether a gradient contains this sum, or still will under HSDP."""
         return not self._grads or any(map(self._is_there, self._grads))
 
     def _is_there(self, index: int) -> bool:
@@ -217,7 +217,7 @@ class VoidSum:
         return self._versions.get(index, version) == version or bool(local_of(grad).any())
 
     def problem(self, places: Mapping[int, tuple[int, str]], rank: int) -> RankFailure:
-        """The reason that keeps this rank from using gradients of the unit."""
+        """An error that names the gradients that were not finite."""
         self.close()
         params = self._unit.params
         for index in self._grads:
@@ -237,7 +237,7 @@ class VoidSum:
         )
 
     def _bad(self) -> Iterator[tuple[int, Tensor]]:
-        """Parameters with gradients that were not finite, and these."""
+        """Parameters whose gradients were not finite."""
         yield from self._found.items()
         trainable = [i for i, param in enumerate(self._unit.params) if param.requires_grad]
         members = list(self._grads) or trainable
@@ -250,5 +250,5 @@ class VoidSum:
 
 
 def _version(grad: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes into a DTensor, or into what it holds."""
+    """Version counter of a DTensor and its local tensor."""
     return grad._version, local_of(grad)._version

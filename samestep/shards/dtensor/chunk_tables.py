@@ -1,4 +1,4 @@
-"""Tables of where everything of a chunk of spread blocks lies, for `kernel_stages`.
+"""Tables of addresses in a chunk of sharded blocks, which kernels read.
 
 New directions lie in one buffer: first what is sent to owners, part after part, then the blocks
 that this rank owns.
@@ -41,11 +41,11 @@ T = TypeVar("T")
 
 
 class NotRowsError(Exception):
-    """A part is no matrix of contiguous rows that kernels can read."""
+    """Raised if a part is no matrix of contiguous rows."""
 
 
 class OwnedBlocks(NamedTuple):
-    """Blocks of one shape and form that this rank owns, one after the other in the buffer."""
+    """Blocks of one shape that this rank owns, contiguous in the buffer."""
 
     size: Size
     places: list[int]  # in the chunk
@@ -66,14 +66,14 @@ class OwnedBlocks(NamedTuple):
 
 
 class _Owned(NamedTuple):
-    """The place of a block that this rank owns: the job, and the block in it."""
+    """Index of an owned block: its job and the position in it."""
 
     job: int
     turn: int
 
 
 class Region(NamedTuple):
-    """Rows and columns of a block: a part of it as a matrix, from its first row and column on."""
+    """A rectangle of a block."""
 
     size: Size
     row: int
@@ -81,7 +81,7 @@ class Region(NamedTuple):
 
 
 class DirectedPart(NamedTuple):
-    """A part that this rank holds, and where its direction will be."""
+    """A part that this rank holds, and the place of its direction."""
 
     part: BlockShard
     region: Region
@@ -89,7 +89,7 @@ class DirectedPart(NamedTuple):
 
 
 class ChunkTables:
-    """One chunk; raises NotRowsError if kernels cannot do all its parts."""
+    """Tables of one chunk; raises NotRowsError if kernels cannot process it."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ChunkTables:
         self.steps = self._step_launches()
 
     def _owned_batches(self) -> list[tuple[int, list[OwnedBlocks]]]:
-        """Blocks that are orthogonalized together: of a shape and its transpose, by group."""
+        """Owned blocks that are orthogonalized together: one shape and its transpose."""
         alike = _by(
             self.chunk.owned.items(),
             lambda own: (
@@ -158,14 +158,14 @@ class ChunkTables:
         return batches
 
     def _in_buffer(self, place: int, region: Region) -> Rows:
-        """A region of a block that this rank owns."""
+        """Address of a region of an owned block."""
         own = self._owned[place]
         job = self._jobs[own.job]
         rows, cols = job.size
         return Rows(job.begin + own.turn * rows * cols + region.row * cols + region.col, cols)
 
     def _in_directions(self, place: int, region: Region) -> SourceRows:
-        """The place among the directions, which are padded, and turned if the block is tall.
+        """Address among the directions, which are padded, and transposed for tall blocks.
 
         Of a block with a form they lie as it does.
         """
@@ -228,7 +228,7 @@ class ChunkTables:
         return launches
 
     def _moves_into_blocks(self) -> Moves | None:
-        """Parts that came, to their places in the blocks."""
+        """Copies of received parts into blocks."""
         found = []
         for part in self.chunk.collection.into.parts:
             place, region = part.key[0], self._region(part)
@@ -237,7 +237,7 @@ class ChunkTables:
         return Moves(found, self._device) if found else None
 
     def _moves_back(self, out: Packing) -> Moves | None:
-        """Parts of directions, to their places in the buffer that goes back."""
+        """Copies of parts of directions into the send buffer."""
         found = []
         for part in out.parts:
             place, what = part.key
@@ -292,7 +292,7 @@ class ChunkTables:
 
 
 def _of_one_rate(part: StepPart, block: Block, region: Region) -> Iterable[StepPart]:
-    """A part, or ranges of it where its matrices differ in shape, so in their rate."""
+    """Split a part where its matrices differ in shape, and so in their rate."""
     if block.form is None or len(set(block.matrices)) == 1:
         yield part
         return
@@ -311,7 +311,7 @@ def _of_one_rate(part: StepPart, block: Block, region: Region) -> Iterable[StepP
 
 
 def _by(things: Iterable[T], kind: Callable[[T], Hashable]) -> list[list[T]]:
-    """Things of one kind together, in order of appearance."""
+    """Group items by key, in order of appearance."""
     found: dict[Hashable, list[T]] = {}
     for thing in things:
         found.setdefault(kind(thing), []).append(thing)
@@ -341,14 +341,14 @@ def _matrix(view: Tensor, size: Size) -> Tensor:
 
 
 def _known(view: Tensor, size: Size) -> Tensor:
-    """A dtype that kernels know, in place of one that they do not."""
+    """A dtype that kernels support in place of one they do not."""
     if view.dtype not in STORED_DTYPES:
         raise NotRowsError
     return _matrix(view, size)
 
 
 def _rounded(chunk: LocalChunk, part: BlockShard, size: Size) -> Rounded | None:
-    """The arguments of kernels for a part whose momentum is rounded at random."""
+    """Kernel arguments for a part whose momentum is rounded stochastically."""
     where = chunk.local.elements[part.planned.param]
     if where is None:
         return None
@@ -361,7 +361,7 @@ def _rounded(chunk: LocalChunk, part: BlockShard, size: Size) -> Rounded | None:
 
 
 def _require_rectangles(chunk: Iterable[PlannedBlock]) -> None:
-    """Whether all parts are rows and columns of blocks, also those of other ranks.
+    """Raise unless all parts are rectangles of blocks, on all ranks.
 
     All ranks must decide alike, or copies of a part would be rounded in different ways.
     """

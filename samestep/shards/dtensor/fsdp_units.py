@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 
 class ParameterSlot(NamedTuple):
-    """The attribute of a module that is a parameter: FSDP2 swaps its shard and the whole."""
+    """A module attribute in which FSDP2 swaps shard and gathered parameter."""
 
     owner: nn.Module
     name: str
 
     @property
     def now(self) -> Tensor:
-        """The parameter that is there now."""
+        """The tensor in the attribute at present."""
         found: Tensor = getattr(self.owner, self.name)
         return found
 
@@ -47,7 +47,7 @@ def called(name: str) -> str:
 
 
 def own_places(module: nn.Module) -> Iterator[ParameterSlot]:
-    """The attributes that are parameters of a module, and of no FSDP2 module inside it."""
+    """Parameter attributes of a module that no nested FSDP2 module manages."""
     for name, _ in module.named_parameters(recurse=False):
         yield ParameterSlot(module, name)
     for child in module.children():
@@ -65,7 +65,7 @@ def nested_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def grid(module: nn.Module) -> list[list[int]]:
-    """The ranks that hold a module's parameters: a row per copy of the model, a column per shard.
+    """Ranks of a module's mesh: one row per copy of the model, one column per shard.
 
     Empty if all parameters belong to FSDP modules inside it. FSDP's axes are the first of a mesh,
     others are of tensor parallel, where this rank stays in its place.
@@ -89,7 +89,7 @@ def grid(module: nn.Module) -> list[list[int]]:
 
 
 def managed_beside(params: Iterable[Tensor]) -> list[DTensor]:
-    """The parameters that FSDP2, or torch's `replicate`, manages beside some of these.
+    """Further parameters in the FSDP2 or `replicate` units of some parameters.
 
     A parameter does not tell, and an optimizer may have no model to look at. What FSDP2 was told
     to ignore is not among them.
@@ -98,7 +98,7 @@ def managed_beside(params: Iterable[Tensor]) -> list[DTensor]:
 
 
 def units_beside(params: Iterable[Tensor]) -> list["ReducedUnit"]:
-    """The units of the modules that hold some of these. torch has no public way to ask for them."""
+    """Units that hold some of these parameters; torch has no public API for that."""
     from torch.distributed import _composable_state
 
     known = getattr(_composable_state, "_module_state_mapping", {})
@@ -119,7 +119,7 @@ def units_of(module: FSDPModule) -> list["ReducedUnit"]:
 
 
 class ReducedUnit:
-    """The parameters whose gradients FSDP2 packs and reduces at once.
+    """Parameters whose gradients FSDP2 packs and reduces together.
 
     In the packed gradients there is a row for every rank that has a shard, and in a row the shards
     of all parameters that have a gradient, each as long as the longest one of that parameter.
@@ -130,7 +130,7 @@ class ReducedUnit:
 
     @property
     def params(self) -> list[DTensor]:
-        """The shards, in the order in which they are packed."""
+        """Sharded parameters in packing order."""
         return [fsdp_param.sharded_param for fsdp_param in self._group.fsdp_params]
 
     @property
@@ -140,27 +140,27 @@ class ReducedUnit:
         return modules
 
     def name(self, index: int) -> str:
-        """A parameter as the outermost FSDP2 module calls it, which tells in its first forward."""
+        """Name of a parameter in the outermost FSDP2 module, known after its first forward."""
         fsdp_param = self._group.fsdp_params[index]
         return str(fsdp_param._param_fqn or fsdp_param._module_info.param_name)
 
     def elements(self, index: int) -> int:
-        """The length of a parameter's shard in every row of the packed gradients."""
+        """Length of a parameter's shard in each row of the packed gradients."""
         size: torch.Size = self._group.fsdp_params[index].padded_sharded_param_size
         return size.numel()
 
     def gathered(self, index: int) -> Tensor | None:
-        """The tensor that forward uses once it was gathered: the same object from then on."""
+        """The unsharded tensor that forward uses, the same object in every step."""
         return getattr(self._group.fsdp_params[index], "_unsharded_param", None)
 
     @property
     def is_cut_otherwise(self) -> bool:
-        """Whether gathered parameters are DTensors: FSDP2 may combine gradients to pack them."""
+        """Whether unsharded parameters are DTensors, as with tensor parallel."""
         return any(fsdp_param.is_dtensor for fsdp_param in self._group.fsdp_params)
 
     @property
     def scatters(self) -> bool:
-        """Whether its shards are on several ranks; without that no reduce-scatter is called."""
+        """Whether the unit is sharded over several ranks."""
         return getattr(self._group.mesh_info, "shard_mesh_size", 1) > 1
 
     # `set_custom_reduce_scatter` writes this; torch has no public way to read it.
@@ -176,7 +176,7 @@ class ReducedUnit:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """The units of a state: several from torch 2.13 on, one at most before."""
+    """Parameter groups of an FSDP state: several from torch 2.13 on."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = getattr(state, "_fsdp_param_group", None)

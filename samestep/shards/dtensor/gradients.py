@@ -1,4 +1,4 @@
-"""Gradients of DTensors: whether this rank has any, and those of which ranks have a summand each.
+"""Gradients of DTensors: whether a rank has one, and which are partial sums over ranks.
 
 A mark tells whether this rank has used a parameter, where FSDP2 is given zeros for those it has
 not. It is about one gradient: with that it comes and goes, whoever drops it. Sequence parallel and
@@ -32,7 +32,7 @@ _SUMS = ("sum", "avg")  # of summands, by the digit that stands for them, less 1
 
 
 class Mark:
-    """Whether backward has used a sharded parameter since its gradient was dropped the last time.
+    """Records whether backward has used a sharded parameter since its gradient was dropped.
 
     used: a backward pass of this rank has reached it.
     """
@@ -44,18 +44,18 @@ class Mark:
         _marks[id(param)] = self
 
     def reduced(self) -> None:
-        """FSDP2 has reduced its unit: what is there as gradient, if anything, is FSDP2's."""
+        """Note that FSDP2 has reduced the unit of this parameter."""
         grad = self.param.grad
         self._grad = None if grad is None else weakref.ref(grad)
 
     def renew(self) -> None:
-        """Forget about a gradient that is gone."""
+        """Forget a dropped gradient."""
         if self._grad is not None and not self._is_ours():
             self.used = False
             self._grad = None
 
     def only_zeros(self) -> bool:
-        """Whether this rank had nothing but zeros to give to the gradient that is there."""
+        """Whether this rank contributed only placeholder zeros to the gradient."""
         return not self.used and self._is_ours()
 
     def _is_ours(self) -> bool:
@@ -67,7 +67,7 @@ _marks: WeakValueDictionary[int, Mark] = WeakValueDictionary()  # by id of the p
 
 
 def has_gradient(param: Tensor) -> bool:
-    """Whether this rank has a gradient to speak of: zeros that only stood in for one are none."""
+    """Whether this rank has a real gradient, not placeholder zeros."""
     if param.grad is None:
         return False
     mark = _marks.get(id(param))
@@ -75,7 +75,7 @@ def has_gradient(param: Tensor) -> bool:
 
 
 class _Kind(NamedTuple):
-    """A kind of sum: gradients with the same mesh, axes, divisor and dtype are added up at once."""
+    """Gradients that can be summed together: same mesh, axes, divisor and dtype."""
 
     mesh: DeviceMesh
     axes: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Kind(NamedTuple):
 
 
 def summands(param: DTensor) -> int:
-    """Along which axes of the mesh ranks have summands of a gradient, as a number; 0: it is absent.
+    """Mesh axes along which a gradient is Partial, as bits; 0: it is absent.
 
     Two bits for each axis: none, sums, means.
     """
@@ -98,7 +98,7 @@ def summands(param: DTensor) -> int:
 
 
 def no_summand(param: DTensor, code: int) -> DTensor | None:
-    """Zeros, for a rank that lacks a gradient of which others have summands; None: they have none.
+    """Zeros for a rank without a gradient where others have summands; else None.
 
     code: their `summands`.
     """
@@ -117,7 +117,7 @@ def no_summand(param: DTensor, code: int) -> DTensor | None:
 def combine_gradients(
     params: Iterable[Tensor], nothing: Mapping[Tensor, DTensor | None] | None = None
 ) -> dict[Tensor, DTensor]:
-    """Add up or cut what ranks have of gradients, so that each is placed as its parameter is.
+    """Sum or slice gradients so that each is placed like its parameter.
 
     Once more changes nothing. Collective on the meshes: all of their ranks are here, and whoever
     lacks a gradient of which others have summands gives `nothing`; these sums are returned.
@@ -154,12 +154,12 @@ def combine_gradients(
 
 
 def is_partial(grad: Tensor | None) -> TypeGuard[DTensor]:
-    """Whether ranks have summands of it."""
+    """Whether the gradient is Partial along an axis."""
     return isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements)
 
 
 def combine(grads: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[DTensor]:
-    """Add up gradients, all that can travel together at once; with each how it shall be placed.
+    """Sum gradients in as few collectives as possible, and place them.
 
     Over several axes in one sum: one after the other, ranks could get different last bits.
     """
@@ -189,7 +189,7 @@ def combine(grads: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[DTenso
 
 
 def placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """Make a DTensor, as large as another, of the local tensor of each rank; nothing travels."""
+    """A DTensor from the local tensors of ranks, without communication."""
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -201,7 +201,7 @@ def placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTe
 
 
 def fits(param: DTensor, grad: Tensor) -> bool:
-    """Whether `combine_gradients` can place a gradient as its parameter is."""
+    """Whether `combine_gradients` can give a gradient the placement of its parameter."""
     if not isinstance(grad, DTensor):
         return False
     partial = [place for place in grad.placements if place.is_partial()]
@@ -216,7 +216,7 @@ def _combined_placements(grad: DTensor, wanted: Sequence[Placement]) -> list[Pla
 
 
 def _kind(grad: DTensor, wanted: Sequence[Placement]) -> _Kind | None:
-    """The kind of sum for a gradient; None if torch must do it, which cuts it at the same time."""
+    """Kind of the sum of a gradient; None if torch must redistribute it."""
     axes, divisor = [], 1
     for axis, (found, own) in enumerate(zip(grad.placements, wanted, strict=True)):
         if found.is_partial():
@@ -232,7 +232,7 @@ def _kind(grad: DTensor, wanted: Sequence[Placement]) -> _Kind | None:
 
 
 class MeshSums:
-    """Adds up, over a mesh, mean gradients of which its ranks have summands.
+    """Sums mean gradients over a mesh whose ranks have partial ones.
 
     A gradient is along each axis of its mesh cut (0), REPLICATED, a SUMMAND or a MEAN: its *kinds*.
     Ranks without a gradient do not know them, and hear of them from the others.
@@ -242,14 +242,14 @@ class MeshSums:
         self._layout, self._mesh = layout, layout.mesh
 
     def are_open(self, kinds: Sequence[Kinds]) -> bool:
-        """Whether the kinds of any parameter with copies inside the mesh are not known yet."""
+        """Whether the kind of some gradient is still unknown."""
         return any(
             not own and any(place.is_replicate() for place in param.placements)
             for own, param in zip(kinds, self._layout.params, strict=True)
         )
 
     def agreed_kinds(self, kinds: Sequence[Kinds], groups: Sequence[RankGroup]) -> list[Kinds]:
-        """The kinds of each gradient that any rank of these groups knows; waits for all of them."""
+        """The kind of each gradient, agreed between ranks; waits for all of them."""
         axes = self._mesh.ndim
         codes = [sum(kind << 2 * axis for axis, kind in enumerate(own)) for own in kinds]
         known = torch.tensor(codes, dtype=torch.int64, device=self._layout.device)
@@ -263,7 +263,7 @@ class MeshSums:
     def added_up(
         self, means: list[tuple[Piece, Tensor]], kinds: Sequence[Kinds]
     ) -> list[tuple[Piece, Tensor]]:
-        """Means over copies, of which those that are summands of the mesh are added up over it."""
+        """Mean gradients, with partial ones summed over the mesh."""
         together: dict[Kinds, list[int]] = {}
         for place, (piece, _) in enumerate(means):
             own = kinds[piece.param]
@@ -283,7 +283,7 @@ class MeshSums:
         return [results[place] for place in range(len(means))]
 
     def as_summand(self, local: Tensor, kinds: Kinds) -> Tensor:
-        """This rank's summand of a sum over the mesh that shall be `local`: all of it, or zeros."""
+        """This rank's summand of a sum that is to equal `local`."""
         here = self._mesh.get_coordinate()
         assert here is not None
         others = any(kind == SUMMAND and here[axis] for axis, kind in enumerate(kinds))

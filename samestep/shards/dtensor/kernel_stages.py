@@ -1,4 +1,4 @@
-"""The stages of chunks of spread blocks with kernels; `block_exchange` has them in plain torch.
+"""The stages of chunks of sharded blocks with Triton kernels.
 
 What travels is the same. All who hold parts of a block step along what its owner has, rounded to
 the dtype in which it travels; so does the owner. `SpreadBlocks` says which chunks kernels do,
@@ -26,7 +26,7 @@ from samestep.update.triton import can_run
 
 
 class StepTables:
-    """Gradients, presence and options of one step."""
+    """Gradients, presence and options of one step, for kernels."""
 
     def __init__(self, local: LocalShards, params: Sequence[int]) -> None:
         # Contiguous: as tables of parts take them to be. Kept until all launches have read them.
@@ -41,7 +41,7 @@ class StepTables:
         self.grads = GradientTable(table, aligned, self._writes(flags))
 
     def _writes(self, present: Sequence[bool | Tensor]) -> Tensor | None:
-        """(params,) float64 flags of presence; None: all are present."""
+        """Presence flags, (params,) float64; None: all are present."""
         if all(flag is True for flag in present):
             return None
         known = torch.arange(2, device=self._device).bool().unbind()
@@ -49,7 +49,7 @@ class StepTables:
         return torch.stack(flags).double()
 
     def of_group(self, group: int, math: GroupMaths) -> tuple[GroupMath, Step]:
-        """The math of a group in this step."""
+        """Rule, options and numbers of a group in this step."""
         if group not in self._maths:
             found = math(group, self._device)
             only_if = None if found.only_if is None else found.only_if.double()
@@ -65,7 +65,7 @@ class StepTables:
 
 
 class KernelStages:
-    """One chunk in one step."""
+    """The stages of one chunk in one step."""
 
     def __init__(self, tables: ChunkTables, step: StepTables) -> None:
         self._tables = tables
@@ -113,7 +113,7 @@ class KernelStages:
                 self._directions.append(self._finished(given, directions, group, math))
 
     def _count(self, job: OwnedBlocks, step: Step) -> None:
-        """Count the step of blocks whose momentum is rounded at random, for all who hold parts."""
+        """Increment step counts of blocks whose momentum is rounded stochastically."""
         if STEP not in job.states[0]:
             return
         writes = self._step.grads.writes
@@ -123,7 +123,7 @@ class KernelStages:
     def _finished(
         self, given: GivenBlocks, directions: Tensor, group: int, math: GroupMaths
     ) -> Tensor:
-        """Directions as they travel; those that are larger than they can be are noticed."""
+        """Directions in the dtype that is sent; too large ones are flagged."""
         of_group, step = self._step.of_group(group, math)
         if of_group.bounds is not None and is_bounded(of_group.rule):
             largest = of_group.rule.largest_norm((given.rows, given.cols), of_group.options)
@@ -134,7 +134,7 @@ class KernelStages:
     def _transformed_form(
         self, job: OwnedBlocks, group: int, out: Tensor, math: GroupMaths
     ) -> Tensor:
-        """The directions of blocks whose matrices lie in each other's gaps, as the blocks lie."""
+        """Directions of blocks with interleaved matrices, in stored order."""
         assert job.form is not None
         blocks = out[job.begin : job.stop].view(-1, *job.size)
         result = torch.empty_like(blocks, dtype=self._tables.chunk.dtype)
@@ -160,7 +160,7 @@ class KernelStages:
         return result
 
     def give_back(self) -> None:
-        """Start sending everyone the parts of the directions that they hold."""
+        """Start sending directions to the ranks that hold their shards."""
         chunk, back = self._tables.chunk, self._tables.chunk.giving_back
         assert back is not None
         buffer = back.new_buffer()
@@ -174,7 +174,7 @@ class KernelStages:
         back.send_packed(buffer)
 
     def apply(self, math: GroupMaths) -> None:
-        """Step in the directions, on the shards that this rank holds."""
+        """Apply the directions to this rank's shards."""
         sources, self._directions = self._directions, []
         local, back = self._tables.chunk.local, self._tables.chunk.giving_back
         if back is not None:
@@ -190,7 +190,7 @@ class KernelStages:
             local.count(part.planned, of_group, _taken(sources, source, region.size))
 
     def _put_whole_states(self, back: PackedExchange, received: Tensor) -> None:
-        """Take over what owners decided with whole blocks in sight."""
+        """Copy the state of whole blocks that owners have updated."""
         chunk = self._tables.chunk
         for part in back.into.parts:
             place, what = part.key
@@ -206,7 +206,7 @@ def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
 
 
 class SpreadBlocks:
-    """The chunks of one placement. Tables are made once, unless something is replaced."""
+    """Chunks of one placement with their tables, rebuilt when tensors are replaced."""
 
     def __init__(self, chunks: Sequence[LocalChunk]) -> None:
         self._chunks = chunks
@@ -219,13 +219,13 @@ class SpreadBlocks:
         self._step: StepTables | None = None
 
     def begin_step(self, local: LocalShards) -> None:
-        """Forget what was replaced since the last step."""
+        """Drop tables whose tensors were replaced since the last step."""
         self._step = None
         if self._version != local.version:
             self._version, self._tables = local.version, {}
 
     def stages(self, local: LocalShards, number: int, math: GroupMaths) -> KernelStages | None:
-        """A chunk with the tables of this step; None: plain torch does it."""
+        """The kernel stages of a chunk; None: plain torch runs it."""
         if self._step is None:
             self._step = StepTables(local, self._params)
             if self._step.dtypes != self._dtypes:
@@ -241,7 +241,7 @@ class SpreadBlocks:
         return None if tables is None else KernelStages(tables, self._step)
 
     def forget(self, number: int) -> None:
-        """The state of a chunk has come to another place."""
+        """Drop the tables of a chunk whose state has moved."""
         self._tables.pop(number, None)
 
     def end_step(self) -> None:

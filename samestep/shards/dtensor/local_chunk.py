@@ -1,4 +1,4 @@
-"""A chunk of blocks on this rank: the shards that it holds, and the blocks that it owns.
+"""The part of a chunk on one rank: shards that it holds, and blocks that it owns.
 
 `block_exchange` runs a chunk in plain torch and `kernel_stages` with kernels; both ask it for the
 same views and send by the same two exchanges.
@@ -21,7 +21,7 @@ from samestep.shards.windows import OffloadSlice, OffloadUnit
 
 
 class BlockShard(NamedTuple):
-    """A shard of a block: where it is in the tensor that this rank holds, and in the block."""
+    """A shard of a block: its box in the local tensor and in the block."""
 
     place: int  # of the block in its chunk
     planned: PlannedBlock
@@ -30,7 +30,7 @@ class BlockShard(NamedTuple):
 
 
 class ShardViews(NamedTuple):
-    """The tensors that a step reads and writes of a shard of a block.
+    """Views of the tensors of a shard that a step reads and writes.
 
     state: what has an element for each of the shard's, or for some neighbours.
     origin: where the shard lies in the whole parameter; None: nothing is rounded at random.
@@ -42,7 +42,7 @@ class ShardViews(NamedTuple):
 
 
 class BlockState(NamedTuple):
-    """The state of a block that was fetched from the host: of the shard, and of the whole."""
+    """State of a block that was fetched from the host."""
 
     of_shard: State
     of_whole: State
@@ -52,7 +52,7 @@ NOTHING: State = {}
 
 
 class LocalChunk:
-    """One chunk, with views that are made once and kept until what they are of is replaced.
+    """One chunk on this rank, with cached views.
 
     shards: of the chunk's blocks, that this rank holds.
     owned: the blocks that it owns, by their place in the chunk.
@@ -89,11 +89,11 @@ class LocalChunk:
     # --- views ---------------------------------------------------------------------------
 
     def forget_views(self) -> None:
-        """Parameters or state were replaced, or state that was fetched for a step is gone again."""
+        """Drop cached views after tensors were replaced."""
         self._fetched, self._views, self._whole_states = {}, {}, {}
 
     def views(self, shard: BlockShard) -> ShardViews:
-        """The tensors of a shard."""
+        """Views of a shard."""
         found = self._views.get(shard.place)
         if found is None:
             index, fetched = shard.planned.param, self._fetched.get(shard.place)
@@ -115,18 +115,18 @@ class LocalChunk:
         return found
 
     def states_of_matrices(self, place: int) -> list[State]:
-        """The views of a block, matrix by matrix."""
+        """State of a block, matrix by matrix."""
         planned, state = self.blocks[place], self.whole_state(place)
         spec = self.local.specs[planned.param]
         group = self.local.groups[spec.group]
         return matrix_states(rule_of(group), planned.block, state, group, spec.stored)
 
     def step_after(self, place: int) -> Tensor:
-        """The count of steps of a block after this one; its matrices count alike."""
+        """Step count of a block after this step."""
         return self.whole_state(place)[STEP].reshape(-1)[0] + 1
 
     def _kept_of_shard(self, shard: BlockShard) -> State:
-        """The state of a shard where it stays between steps, perhaps on the host."""
+        """Stored state of a shard, perhaps on the host."""
         index = shard.planned.param
         stored = self.local.specs[index].stored
         return {
@@ -136,7 +136,7 @@ class LocalChunk:
         }
 
     def _kept_of_whole(self, place: int) -> State:
-        """The state of a whole block where it stays between steps, perhaps on the host."""
+        """Stored state of a whole block, perhaps on the host."""
         planned = self.blocks[place]
         index, state = planned.param, self.local.states[planned.param]
         of_whole = {key: state[key] for key in state if self.local.is_of_whole(index, key)}
@@ -157,7 +157,7 @@ class LocalChunk:
     # --- state that stays on the host ----------------------------------------------------
 
     def units(self) -> list[OffloadUnit]:
-        """The state that comes from the host at once: of shards, and of whole blocks."""
+        """State that is fetched from the host together."""
         of_shards = (
             OffloadUnit(("shard", shard.place), self._kept_of_shard(shard), elements=1)
             for shard in self.shards
@@ -169,7 +169,7 @@ class LocalChunk:
         return [unit for unit in (*of_shards, *of_wholes) if unit.state]
 
     def take_fetched(self, parts: Sequence[tuple[OffloadSlice, State]]) -> bool:
-        """Use state that is on the device now. Returns whether it lies elsewhere than before."""
+        """Use fetched state; returns whether its address has changed."""
         found: dict[int, BlockState] = {}
         for part, state in parts:
             kind, place = part.unit.about
@@ -184,12 +184,12 @@ class LocalChunk:
     # --- what belongs to whole blocks, on its way ----------------------------------------
 
     def _travelling(self, place: int) -> list[Tensor]:
-        """The state of a whole block that everyone has who holds a part of it."""
+        """State of a whole block that all its ranks have."""
         index, state = self.blocks[place].param, self.whole_state(place)
         return [own for key, own in state.items() if not self.local.is_owned(index, key)]
 
     def packed_states(self) -> dict[int, Tensor]:
-        """The state of whole blocks owned here, unrounded, as elements that travel."""
+        """State of whole owned blocks as elements to send."""
         found = {}
         for place in self.states_sent:
             flat = torch.cat([tensor.reshape(-1) for tensor in self._travelling(place)])
@@ -197,7 +197,7 @@ class LocalChunk:
         return found
 
     def put_whole_state(self, place: int, elements: Tensor) -> None:
-        """Take over what the owner of a block decided, out of a buffer that came."""
+        """Copy a block's state from the owner out of a receive buffer."""
         state = self._travelling(place)
         sizes = [tensor.numel() for tensor in state]
         wide = elements.clone().view(self.wide)  # a clone begins at a place for wide ones

@@ -1,4 +1,4 @@
-"""The shards of DTensors, and of their blocks, that a rank holds in a step."""
+"""Shards of DTensors and of their blocks on one rank, in one step."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ Slices = tuple[slice, ...]
 
 @dataclass(eq=False)
 class LocalShards:
-    """The shards of one rank in one step, of the tensors of a mesh.
+    """Shards of the tensors of one mesh on this rank.
 
     The tensors are parameters, or blocks of which this rank is the primary holder among copies.
 
@@ -70,7 +70,7 @@ class LocalShards:
         return self.held[index].boxes[self.group.rank]
 
     def look_at(self, values: Sequence[Tensor], states: Sequence[State]) -> None:
-        """Take parameters and state of this step, unless they are those of before."""
+        """Use the parameters and state of this step."""
         tensors = [tensor for state in states for tensor in state.values()]
         addresses = [value.data_ptr() for value in values]
         if addresses == self._addresses and same_objects(tensors, self._tensors):
@@ -81,25 +81,25 @@ class LocalShards:
         self.version += 1
 
     def gradient_of(self, index: int) -> Tensor:
-        """The gradient of a shard; zeros if only others have one."""
+        """Gradient of a shard; zeros if only other ranks have one."""
         value, grad = self.values[index], self.gradients[index]
         return torch.zeros_like(value) if grad is None else grad.view(value.shape)
 
     def is_of_whole(self, index: int, key: str) -> bool:
-        """Whether state belongs to whole blocks, such as their variance."""
+        """Whether a state belongs to whole blocks, such as a variance."""
         return self.specs[index].stored[key].per is None
 
     def is_owned(self, index: int, key: str) -> bool:
-        """Whether state is there for the blocks alone that this rank owns, one after the other."""
+        """Whether only owners of blocks have a state."""
         return self.specs[index].stored[key].owned
 
     def is_primary(self, index: int) -> bool:
-        """Whether this rank's copy of a shard is the one that counts in sums over ranks."""
+        """Whether this rank's copy of a shard counts in sums over ranks."""
         counts = self.counted is None or self.counted[index]
         return counts and self.held[index].replicas[self.group.rank] == 0
 
     def staged(self, planned: PlannedBlock, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
-        """The rule of a block, and how it is run in this step."""
+        """The staged rule of a block."""
         of_group = math(self.specs[planned.param].group, self.device)
         assert is_staged(of_group.rule)
         return of_group.rule, of_group
@@ -117,7 +117,7 @@ class LocalShards:
             put(old, value, only_if)
 
     def count(self, planned: PlannedBlock, of_group: GroupMath, direction: Tensor) -> None:
-        """Add the squares of a part's direction, if these are measured."""
+        """Add squares of a direction, if update sizes are measured."""
         present = self.present[planned.param]
         if of_group.sizes is None or present is False:
             return
@@ -130,14 +130,14 @@ class LocalShards:
 
 
 def divided(slices: Slices, per: int) -> Slices:
-    """The boxes of a tensor with one element for `per` neighbours in the last dim."""
+    """Boxes of a tensor with one element per `per` neighbours in the last dim."""
     if per == 1:
         return slices
     return (*slices[:-1], slice(slices[-1].start // per, slices[-1].stop // per))
 
 
 def refuse_unstaged(spec: ParamSpec, group: Group) -> None:
-    """Raise if a rule needs whole blocks of what ranks hold parts of, from the first step on."""
+    """Raise if a rule without stages is used for DTensors."""
     rule = rule_of(group)
     if spec.blocks is not None and not is_staged(rule):
         raise ValueError(
@@ -147,7 +147,7 @@ def refuse_unstaged(spec: ParamSpec, group: Group) -> None:
 
 
 def placed_beside(param: DTensor, local: Tensor, per: int = 1) -> DTensor:
-    """A DTensor with other values, placed as a parameter is; `local` may be on another device.
+    """A DTensor with other values and the placements of a parameter.
 
     `per`: of so many elements of the parameter, along its last dim, it has one.
 

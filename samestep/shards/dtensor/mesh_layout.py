@@ -1,4 +1,4 @@
-"""The layout of DTensors on a mesh: which rank holds which box, and whole values of them.
+"""Which rank of a mesh holds which box of its DTensors.
 
 Used by every placement of DTensors: by those whose gradients FSDP2 or tensor parallel reduces, and
 by those whose copies on other meshes the optimizer averages.
@@ -63,7 +63,7 @@ class MeshLayout:
         ]
 
     def is_primary(self, index: int) -> bool:
-        """Whether this rank's copy inside the mesh is the one that counts in sums over ranks."""
+        """Whether this rank's copy counts in sums over ranks."""
         return self.held[index].replicas[self.group.rank] == 0
 
     def store(
@@ -71,7 +71,7 @@ class MeshLayout:
         tensors: Mapping[Key, tuple[Shape, int | None]],
         owned: Mapping[Key, Sequence[Sequence[Part]]] | None = None,
     ) -> StateStore:
-        """State that is sharded as the parameters are.
+        """A store of state that is sharded like the parameters.
 
         tensors: by (index of the parameter, key of the state) the shape of all of it, and of how
             many elements of the parameter, along its last dim, it has one; None: every rank has
@@ -91,7 +91,7 @@ class MeshLayout:
         return StateStore("gather of the state", shapes, parts_of, self.group)
 
     def part(self, index: int, values: Tensor, per: int = 1) -> Tensor:
-        """This rank's shard of a whole tensor, or of a DTensor however it is placed.
+        """This rank's shard of a whole tensor or of another DTensor.
 
         per: of so many elements of the parameter, along its last dim, the tensor has one.
         """
@@ -103,11 +103,11 @@ class MeshLayout:
         return values[self.boxes[index].divided(per).slices]
 
     def whole(self, index: int, local: Tensor, per: int = 1) -> Tensor:
-        """All of a tensor of which each rank has what it holds of the parameter. Collective."""
+        """The whole tensor of local shards. Collective."""
         shape = whole(self.params[index].shape).divided(per).sizes
         boxes = self.held[index].divided(per)
         return gather_shards(local.detach(), boxes, shape, self.group, self.device)
 
     def beside(self, index: int, local: Tensor, per: int = 1) -> DTensor:
-        """A DTensor with other values, placed as a parameter is."""
+        """A DTensor with other values and the placements of a parameter."""
         return placed_beside(self.params[index], local, per)

@@ -23,7 +23,7 @@ from samestep.shards.replicated.local_tensors import PieceShards
 
 
 class PrimaryBlocks:
-    """The blocks of which this rank is the primary holder, each planned as a parameter of its own.
+    """Blocks this rank is the primary holder of, each planned as one parameter.
 
     shards: what this rank holds of them.
     exchange: brings them together in the mesh.
@@ -55,14 +55,14 @@ class PrimaryBlocks:
         self.end_step()
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """There is state now: refuse rules without stages, make what blocks need to travel."""
+        """Refuse rules without stages, and allocate buffers for the exchange."""
         for spec in self._specs:  # of all blocks, so that all ranks decide alike
             refuse_unstaged(spec, groups[spec.group])
         self.shards.groups = groups
         self.exchange.prepare()
 
     def take_shards(self, shards: PieceShards) -> None:
-        """Read values and state of blocks from these shards, in this step and those after it."""
+        """Use values and state of blocks from these shards."""
         of_items = [shards[item.piece] for item in self.items]
         values = [
             shard.value if has_some else shard.value.new_empty(0, 0)
@@ -72,7 +72,7 @@ class PrimaryBlocks:
         self.shards.look_at(values, states)
 
     def _state_of(self, number: int, state: State) -> State:
-        """The state of one block from that of its piece, which may stand for several blocks."""
+        """State of one block, from that of its piece."""
         piece, stack, found = self.items[number].piece, self.items[number].stack, State()
         for key, tensor in state.items():
             if self.shards.is_owned(number, key):
@@ -86,17 +86,17 @@ class PrimaryBlocks:
         return found
 
     def take_gradients(self, means: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Keep the mean gradients of pieces that are blocks until the step is over."""
+        """Keep mean gradients of blocks until the step ends."""
         for piece, mean in means:
             if piece in self._numbers:
                 self.shards.gradients[self._numbers[piece]] = mean
 
     def set_present(self, present: Sequence[bool | Tensor]) -> None:
-        """Whether each parameter has a gradient on any rank, in this step."""
+        """Set which parameters have a gradient on any rank in this step."""
         self.shards.present = [present[item.piece.param] for item in self.items]
 
     def grouped_gradients(self) -> list[tuple[int, Tensor]]:
-        """The mean gradients that this rank counts in sums over ranks, with their groups."""
+        """Mean gradients that this rank counts in norms, with their groups."""
         shards = self.shards
         return [
             (shards.specs[number].group, grad)
@@ -107,13 +107,13 @@ class PrimaryBlocks:
         ]
 
     def end_step(self) -> None:
-        """Free the mean gradients: the step is over, or has failed."""
+        """Free the mean gradients."""
         self.shards.gradients = [None] * len(self.items)
         self.exchange.end_step()
 
 
 def _whereabouts(item: PrimaryBlock) -> GlobalElementIndex | None:
-    """The places of a block's elements in its parameter, if any are rounded at random."""
+    """Global indices of the elements of a block, for stochastic rounding."""
     where = global_element_index(item.of.name, item.of.shape, item.of.stored)
     if where is None:
         return None

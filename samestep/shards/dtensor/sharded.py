@@ -1,4 +1,4 @@
-"""DTensors: every rank holds a part, and gradients come reduced (FSDP2, HSDP, tensor parallel).
+"""DTensors whose gradients come reduced: FSDP2, HSDP and tensor parallel.
 
 Elementwise rules run on the local parts; what matrix rules need is in `block_exchange`.
 """
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class ShardedParameters(Placement):
-    """The DTensors of one mesh: those of a construction or of one added group.
+    """The DTensors of one mesh in one construction or added group.
 
     It has state, presence, gradients and whole values of what this rank holds; `exchange` brings
     blocks together that several ranks hold parts of.
@@ -120,13 +120,13 @@ class ShardedParameters(Placement):
         self._check: GradientCheck | None = None
 
     def _tell(self, problem: ValueError) -> None:
-        """Let ranks that compare their plans hear of a problem that they may not have."""
+        """Report an error of this rank in the comparison of plans."""
         with suppress(RanksDisagreeError):
             require_same_lines("plan", [str(problem)], self.group, self.device)
 
     @classmethod
     def plans(cls, request: "Request") -> "list[Placement]":
-        """One plan for each mesh; others for those whose copies elsewhere are averaged here."""
+        """One placement per mesh, and others for copies that the optimizer averages."""
         params = [p for index in request.indices for p in request.groups[index]["params"]]
         ranks = 1 if request.ranks is None else request.ranks.size
         found: list[Placement] = []
@@ -151,7 +151,7 @@ class ShardedParameters(Placement):
         return "FSDP2" if managed else "its layers"
 
     def updated_by(self, param: Tensor) -> str:
-        """The owners of its blocks; without blocks, whoever holds some of it."""
+        """Owners of a parameter's blocks, or all holders if it has none."""
         index = self.values.index(param)
         blocks = (planned for chunk in self.exchange.chunks for planned in chunk.blocks)
         owners = {rank for planned in blocks if planned.param == index for rank in planned.owners}
@@ -160,7 +160,7 @@ class ShardedParameters(Placement):
         return ranks_text([self.group.members[rank] for rank in sorted(owners)])
 
     def activate(self) -> None:
-        """From now on gradients are looked at before FSDP2 sends them, if that was asked for."""
+        """Install the check before FSDP2 reduces gradients, if requested."""
         if self._distribution.check_gradients:
             self._check = GradientCheck(self.params, self._names, self._rank)
 
@@ -171,7 +171,7 @@ class ShardedParameters(Placement):
     # --- state ---------------------------------------------------------------------------
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
-        """State of the parameter's shape is sharded as it is; all other is on every rank."""
+        """State of the parameter's shape is sharded like it, other state replicated."""
         self.shards.groups = groups
         home = state_device(self.device, self._distribution.offload)
         made: dict[Tensor, State] = {}
@@ -206,7 +206,7 @@ class ShardedParameters(Placement):
     def _owned_parts(
         self, index: int, key: str, group: Group, owners: Mapping[BlockKey, Sequence[int]]
     ) -> list[list[Part]]:
-        """By rank, the state of the blocks that it owns, in a tensor of all blocks' state."""
+        """Per rank, the state of the blocks it owns, in one tensor of all blocks."""
         spec, rule, begin = self.specs[index], rule_of(group), 0
         found: list[list[Part]] = [[] for _ in range(self.group.size)]
         for number, block in enumerate(spec.blocks or ()):
@@ -235,7 +235,7 @@ class ShardedParameters(Placement):
             self._keep_windows((state[param] for param in self.params), self._units)
 
     def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
-        """State of elementwise parameters, of which any range may be updated; that of blocks."""
+        """Offload units: state of elementwise parameters, and of blocks."""
         found: dict[tuple[Stage, int], list[OffloadUnit]] = {("update", 0): []}
         for index, spec in enumerate(self.specs):
             if spec.blocks is None:
@@ -248,11 +248,11 @@ class ShardedParameters(Placement):
         return found
 
     def may_be_present(self, about: Any) -> bool:
-        """Blocks that come together do so with those that are absent."""
+        """Whether a unit may have a gradient; blocks of a chunk share the answer."""
         return not isinstance(about, int) or self.shards.present[about] is not False
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
-        """Blocks travel; gradients come reduced, and what is updated in place is nobody else's."""
+        """Run an operation of the schedule, which only concerns blocks."""
         self.exchange.run(operation, maths, self.chunk_arrived(operation))
 
     def finish_step(self) -> None:
@@ -277,7 +277,7 @@ class ShardedParameters(Placement):
         return None if self._check is None else self._check.problem() or self._not_finite()
 
     def _not_finite(self) -> RankFailure | None:
-        """The first gradient of this rank with NaN or inf, before it is combined with others."""
+        """The first local gradient with NaN or inf."""
         for index, (param, name) in enumerate(zip(self.params, self._names, strict=True)):
             local = None if param.grad is None else local_of(param.grad)
             if local is not None and not is_finite(local):
@@ -298,7 +298,7 @@ class ShardedParameters(Placement):
         self._presence.meet(call, problem)
 
     def agree(self, problem: RankFailure | None) -> None:
-        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+        """Agree on which gradients exist; raises on all ranks if one has an error."""
         here = [summands(param) for param in self.params]
         present = self._presence.agree(here, problem, self.intent, whole=self._is_whole_along)
         # The largest of all ranks; a GPU is waited for until there was one of each.
@@ -322,26 +322,26 @@ class ShardedParameters(Placement):
         self.finish_step()
 
     def _is_whole_along(self, index: int, axis: int) -> bool:
-        """Whether there is a gradient here, also of zeros, of which ranks have no summands."""
+        """Whether this rank has a gradient that is not Partial."""
         grad = self.params[index].grad
         return isinstance(grad, DTensor) and not grad.placements[axis].is_partial()
 
     def _summands_anywhere(self, here: Sequence[int]) -> list[int]:
-        """The largest `summands` of all ranks so far."""
+        """The union of `summands` over ranks so far."""
         self._summands[:] = list(map(max, self._summands, here))
         if not all(self._summands):
             self._summands[:] = list(map(max, self._summands, self._presence.votes()))
         return self._summands
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
-        """The group of each parameter, and whether it was present in the last step."""
+        """Group of each parameter, and whether it was present in the last step."""
         flags = self.shards.present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.specs, flags, strict=True)]
 
     def operands(
         self, number: int, window: WindowId | None = None
     ) -> Iterator[tuple[int, Operand]]:
-        """The local parts of elementwise parameters."""
+        """Local shards of elementwise parameters."""
         if window is None:
             for index, spec in enumerate(self.specs):
                 if spec.blocks is None and self.shards.present[index] is not False:
@@ -376,7 +376,7 @@ class ShardedParameters(Placement):
         return self.specs[index].group, operand
 
     def grouped_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """Local gradients with their groups; of copies only the first."""
+        """Local gradients with their groups; only primary copies."""
         for index, spec in enumerate(self.specs):
             if self.shards.present[index] is not False and self.shards.is_primary(index):
                 yield spec.group, self.shards.gradient_of(index)

@@ -19,7 +19,7 @@ from samestep.update.plain import scale
 
 
 class DTensorValues(ShardValues):
-    """State lies as its parameter does, or is on every rank of the mesh, or with blocks' owners.
+    """State and whole values of the DTensors of a mesh.
 
     Args:
         layout: The boxes that each rank of the mesh holds.
@@ -46,7 +46,7 @@ class DTensorValues(ShardValues):
     def gather_state(
         self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
-        """See `ShardValues`; the collective begins with the wait."""
+        """Gather state, as `ShardValues` says; the collective starts with the wait."""
         wanted = range(len(self.params)) if only is None else [self.index(p) for p in only]
         tensors: dict[Key, Tensor] = {
             (index, key): local_of(tensor)
@@ -63,7 +63,7 @@ class DTensorValues(ShardValues):
         return gather
 
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """See `ShardValues`: the local part of what is sharded, and all of everything else."""
+        """Local shards of sharded state, and all replicated state."""
         for index, param in enumerate(self.params):
             for key, tensor in state[param].items():
                 parts = self._store.parts((index, key))
@@ -73,29 +73,29 @@ class DTensorValues(ShardValues):
     def put_state(
         self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
-        """Take this rank's part of a parameter's state out of the whole."""
+        """Copy this rank's shard out of whole state."""
         self._store.take((self.index(param), key), state[param][key], whole[key])
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        """See `ShardValues`."""
+        """Write a parameter into state, as `ShardValues` says."""
         local_of(into).copy_(local_of(param))
 
     def whole_value(self, param: Tensor) -> Tensor:
-        """All of a parameter; collective."""
+        """The whole parameter. Collective."""
         index = self.index(param)
         return self._layout.whole(index, local_of(self.params[index]))
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of a parameter out of the whole."""
+        """Copy this rank's shard out of a whole parameter."""
         local_of(param).copy_(self._layout.part(self.index(param), whole))
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
-        """See `ShardValues`: this rank's part, whatever is cut; nothing travels."""
+        """Scale this rank's shard, as `ShardValues` says."""
         own = {key: local_of(tensor) for key, tensor in state[param].items()}
         scale(local_of(param), own, self._layout.part(self.index(param), factor))
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
-        """All of a gradient; None if no rank has one. Collective."""
+        """The whole gradient; None if no rank has one. Collective."""
         index = self.index(param)
         own = self.params[index]
         code = torch.tensor([summands(own)], dtype=torch.int64, device=self._device)
@@ -109,7 +109,7 @@ class DTensorValues(ShardValues):
         return whole if anywhere else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
-        """Give a parameter its part of a gradient."""
+        """Set this rank's shard of a gradient."""
         index = self.index(param)
         part = self._layout.part(index, whole).to(param.dtype).clone()
         param.grad = self._layout.beside(index, part)

@@ -1,4 +1,4 @@
-"""Agreement before ranks share parameters: on the plan, and on the values of every copy.
+"""Compares plans, and values of copies, between ranks.
 
 Collective, and raised by all ranks or by none.
 """
@@ -54,7 +54,7 @@ def agree_on_plan(
 def mend_replicas(
     names: Sequence[str], values: Sequence[Tensor], group: RankGroup, *, strict: bool
 ) -> None:
-    """Compare the copies; where they differ, take the first rank's, or refuse if strict."""
+    """Compare copies; copy rank 0's where they differ, or raise if strict."""
     different = differing(checksums(values), group)
     if not different:
         return
@@ -77,6 +77,6 @@ def mend_replicas(
 
 
 def _repeats(value: Tensor) -> bool:
-    """Whether a dim is expanded."""
+    """Whether a tensor is expanded along a dim."""
     dims = zip(value.shape, value.stride(), strict=True)
     return value.numel() > 0 and any(size > 1 and stride == 0 for size, stride in dims)

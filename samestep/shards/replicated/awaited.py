@@ -1,4 +1,4 @@
-"""Parameters that are on their way from other ranks: whoever touches one waits for it.
+"""Parameters being gathered: any access waits for their arrival.
 
 `ParametersInFlight` has what is still on its way when a step is over: modules wait for their own
 parameters, and everyone else for all.
@@ -26,13 +26,13 @@ Untouched: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def mark(param: Tensor, arrive: Callable[[], None]) -> None:
-    """From now on whoever touches the parameter calls `arrive`, which unmarks it."""
+    """Make every access to the parameter call `arrive` first."""
     setattr(param, ARRIVAL, arrive)
     param.__class__ = _kind_on_its_way(type(param))
 
 
 def unmark(param: Tensor) -> None:
-    """Give a parameter its class back: it has arrived."""
+    """Restore the class of a parameter that has arrived."""
     kind = type(param)
     if issubclass(kind, _OnItsWay):
         param.__class__ = kind._kind
@@ -40,7 +40,7 @@ def unmark(param: Tensor) -> None:
 
 
 class _OnItsWay:
-    """Mixed into the class of a parameter while it is on its way."""
+    """Mixin for the class of a parameter that is being gathered."""
 
     _kind: type[Tensor]
 
@@ -52,7 +52,7 @@ class _OnItsWay:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Wait for all that a function is given, and run it."""
+        """Wait for all arguments, then run the function."""
         kwargs = kwargs or {}
         for param in _on_their_way([*args, *kwargs.values()]):
             getattr(param, ARRIVAL)()
@@ -104,7 +104,7 @@ def _kind_on_its_way(kind: type[Tensor]) -> type[Tensor]:
 
 
 def _awaited_part(part: Any, param: Any) -> Any:
-    """The part of a DTensor that this rank holds, once it has arrived."""
+    """Local tensor of a DTensor, after its arrival."""
     getattr(param, ARRIVAL)()
     return part.__get__(param)
 
@@ -127,7 +127,7 @@ READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class ParametersInFlight:
-    """Gathers that nobody has waited for yet: `arrivals`, by parameter.
+    """Pending gathers: `arrivals` by parameter.
 
     Modules that are watched wait before they run, are saved or are loaded into. Everyone else
     who reads or writes parameters between steps calls `wait_for_all` first.
@@ -139,7 +139,7 @@ class ParametersInFlight:
         _tables.add(weakref.ref(self, _tables.discard))
 
     def watch(self, model: nn.Module) -> None:
-        """From now on the modules of a model wait for their own parameters."""
+        """Make the modules of a model wait for their parameters before forward."""
         for module in model.modules():
             reads_children = isinstance(module, READ_THEIR_CHILDREN)
             own = list(module.parameters(recurse=reads_children))
@@ -151,11 +151,11 @@ class ParametersInFlight:
                 self._watched.update(own)
 
     def all_watched(self, params: Iterable[Tensor]) -> bool:
-        """Whether some module waits for each of them."""
+        """Whether every parameter is in a watched module."""
         return self._watched.issuperset(params)
 
     def add(self, params: Iterable[Tensor], arrive: Callable[[], None]) -> None:
-        """These are on their way until `arrive` was called; calling it again does nothing."""
+        """Mark parameters as pending until `arrive` was called."""
         for param in params:
             self.arrivals[param] = arrive
             # Whoever takes the part of a DTensor takes a view, which autograd keeps: the memory
@@ -164,7 +164,7 @@ class ParametersInFlight:
             mark(param, self.wait_for_all if whole else partial(self.wait_for, (param,)))
 
     def wait_for(self, params: Iterable[Tensor]) -> None:
-        """Return when these have arrived."""
+        """Wait for these parameters."""
         if self.arrivals:
             for param in params:
                 arrive = self.arrivals.pop(param, None)
@@ -173,12 +173,12 @@ class ParametersInFlight:
                     unmark(param)
 
     def wait_for_all(self) -> None:
-        """Return when nothing is on its way."""
+        """Wait for all pending parameters."""
         self.wait_for(list(self.arrivals))
 
 
 class _WaitFor:
-    """A hook of a module. A copy of the model has none; the original's are not saved with it."""
+    """A forward pre-hook that waits; copies of the model do not have it."""
 
     def __init__(self, in_flight: ParametersInFlight, *, recurse: bool) -> None:
         self._in_flight = in_flight
@@ -193,7 +193,7 @@ class _WaitFor:
 
 @cache
 def _kind_of_hook() -> type[_WaitFor]:
-    """The hooks, which compilers leave alone from now on.
+    """The hook class, hidden from compilers.
 
     To say so imports all of torch._dynamo, as long again as torch itself: not before there is one.
     """
@@ -204,7 +204,7 @@ def _kind_of_hook() -> type[_WaitFor]:
 
 class _Nothing:
     def __call__(self, *_: object) -> None:
-        """The copied or loaded model belongs to no optimizer."""
+        """Do nothing: a copied model belongs to no optimizer."""
 
 
 # A set of references, since a WeakSet cannot be looked through while another thread makes an
@@ -213,7 +213,7 @@ _tables: set["weakref.ref[ParametersInFlight]"] = set()
 
 
 def wait_for_anyone(params: Iterable[Tensor]) -> None:
-    """Return when these have arrived, whichever optimizer has sent them on their way."""
+    """Wait for these parameters, whichever optimizer gathers them."""
     wanted = list(params)
     for reference in list(_tables):
         table = reference()

@@ -1,4 +1,4 @@
-"""Buckets as tensors: gradients before they are reduced, and parameters on their way back.
+"""Buckets as tensors: gradients to reduce, and parameters to gather.
 
 Gradients are copied into a buffer that is made for each reduction, and what a gather brings is
 copied into the parameters. In flat buffers (`flat`) both lie in buffers that stay, and nothing is
@@ -18,13 +18,13 @@ from samestep.shards.replicated.local_tensors import LocalTensors
 
 
 class GradientBuckets(Protocol):
-    """The local gradients of a plan's buckets, and the sums that take their place."""
+    """Local gradients of the buckets of a plan, and their sums."""
 
     def arrived(self, index: int) -> None:
-        """Backward has finished the gradient of a parameter."""
+        """Take the gradient of a parameter after backward."""
 
     def packed(self, number: int, without: Container[int]) -> Tensor:
-        """The gradients of a bucket, (bucket.size,), segment after segment.
+        """Gradients of a bucket, (bucket.size,), in segments.
 
         without: parameters whose gradients stay where they are; zeros go in their place, as for
             those that have none.
@@ -32,37 +32,37 @@ class GradientBuckets(Protocol):
         ...
 
     def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
-        """The buffer that `packed` gave, divided; gradients stay what they are."""
+        """The packed buffer divided by the number of ranks."""
         ...
 
     def landed(self, number: int, total: Tensor) -> Tensor:
-        """Take the sum of this rank's segment; gives it where it shall be kept."""
+        """Keep the sum of this rank's segment; returns where."""
         ...
 
     def set_aside(self, total: Tensor) -> Tensor:
-        """A kept sum, where it does not change when the gradients of another round come."""
+        """Copy a sum that the next round would overwrite."""
         ...
 
     def end_step(self) -> None:
-        """Let go of memory: all sums were used."""
+        """Free memory after the step."""
 
 
 class ParameterBuckets(Protocol):
-    """The parameters of a plan's buckets, of which this rank has updated its segments."""
+    """Parameters of the buckets, of which this rank updates its segments."""
 
     def adopt(self) -> None:
-        """A step begins: bring in parameters that were replaced."""
+        """Take in replaced parameters at the start of a step."""
 
     def segment(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """This rank's segment, and the whole bucket to gather into; None: a new buffer."""
+        """This rank's segment, and the buffer to gather into."""
         ...
 
     def arrived(self, number: int, gathered: Gathered) -> None:
-        """Put the segments of other ranks into the parameters."""
+        """Copy gathered segments into parameters."""
 
 
 class CopiedGradients:
-    """A buffer is made for every reduction, and gradients are copied into it.
+    """Copies gradients into a new buffer for every reduction.
 
     dtypes: in which each bucket travels, as ranks agreed, also if one converts its model later.
     """
@@ -81,10 +81,10 @@ class CopiedGradients:
         self._devices = [local.params[bucket.params[0]].device for bucket in plan.buckets]
 
     def arrived(self, index: int) -> None:
-        """See `GradientBuckets`: gradients stay where backward has put them."""
+        """Leave the gradient where backward put it."""
 
     def packed(self, number: int, without: Container[int]) -> Tensor:
-        """See `GradientBuckets`."""
+        """Copy the gradients of a bucket into a new buffer."""
         dtype, device = self._dtypes[number], self._devices[number]
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=device)
         for index, place, elements in self._parts[number]:
@@ -96,23 +96,23 @@ class CopiedGradients:
         return buffer
 
     def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
-        """See `GradientBuckets`."""
+        """Divide the buffer in place."""
         return buffer.div_(by)
 
     def landed(self, number: int, total: Tensor) -> Tensor:
-        """See `GradientBuckets`."""
+        """Keep this rank's segment of the sum."""
         return total
 
     def set_aside(self, total: Tensor) -> Tensor:
-        """A sum that outlives the round: it must not keep a whole bucket alive."""
+        """Copy a sum, so that it does not keep a whole bucket alive."""
         return total.clone() if total.untyped_storage().nbytes() > total.nbytes else total
 
     def end_step(self) -> None:
-        """See `GradientBuckets`: no memory is kept."""
+        """Do nothing: no buffer is kept."""
 
 
 class CopiedParameters:
-    """Parameters lie anywhere; segments are copied out of them, and into them."""
+    """Copies segments out of parameters and gathered values into them."""
 
     def __init__(self, local: LocalTensors, plan: ShardingPlan, rank: int) -> None:
         self._local, self._plan, self._rank = local, plan, rank
@@ -120,17 +120,17 @@ class CopiedParameters:
         self._parts_of_others: dict[int, Sequence[PackedPart]] = {}
 
     def adopt(self) -> None:
-        """See `ParameterBuckets`: parameters may lie anywhere."""
+        """Do nothing: parameters stay in their own memory."""
 
     def segment(self, number: int) -> tuple[Tensor, None]:
-        """See `ParameterBuckets`."""
+        """Copy this rank's segment of parameters."""
         mine = [self._local.read(piece.param, piece.elements) for piece in self._owned[number]]
         if not mine:
             mine = [self._local.value(self._plan.buckets[number].params[0]).new_empty(0)]
         return (mine[0] if len(mine) == 1 else torch.cat(mine)), None
 
     def arrived(self, number: int, gathered: Gathered) -> None:
-        """See `ParameterBuckets`."""
+        """Copy gathered segments into parameters."""
         if number not in self._parts_of_others:
             bucket = self._plan.buckets[number]
             self._parts_of_others[number] = bucket.packing_without(self._rank).parts

@@ -18,7 +18,7 @@ BufferKind = tuple[torch.dtype, torch.device]
 
 
 class FlatGradients:
-    """Gradients are moved into the buffers of their buckets as backward finishes them.
+    """Moves gradients into flat buffers as backward finishes them.
 
     There `.grad` is a view of its place, and later micro-batches add to it. With `keep` all
     buffers stay (zero1), and this rank's sum takes the place of its segment; else a buffer is given
@@ -52,7 +52,7 @@ class FlatGradients:
         self._views: dict[tuple[int, int], Tensor] = {}  # by address of the buffer, and parameter
 
     def arrived(self, index: int) -> None:
-        """Move a gradient into its place."""
+        """Move a gradient into its bucket."""
         place, grad = self._places[index], self._local.gradient(index)
         if place is None or grad is None or grad.layout != torch.strided:
             return
@@ -62,7 +62,7 @@ class FlatGradients:
             self._local.put_gradient(index, view)
 
     def packed(self, number: int, without: Container[int]) -> Tensor:
-        """The buffer of a bucket, with the gradients that are not in their places yet."""
+        """The buffer of a bucket, with late gradients copied in."""
         for index in self._members[number]:
             place = self._places[index]
             assert place is not None
@@ -76,7 +76,7 @@ class FlatGradients:
         return buffer if self._reduce_dtype is None else buffer.to(self._reduce_dtype)
 
     def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
-        """See `GradientBuckets`; gradients lie in the buffer unless another dtype travels."""
+        """Divide the buffer in place, unless another dtype is sent."""
         return buffer.div(by) if _lies_in(buffer, self._buffer(number)) else buffer.div_(by)
 
     def landed(self, number: int, total: Tensor) -> Tensor:
@@ -95,11 +95,11 @@ class FlatGradients:
         return own
 
     def set_aside(self, total: Tensor) -> Tensor:
-        """The next round's gradients come where the sum lies."""
+        """Copy a sum that the next round would overwrite."""
         return total.clone() if self._keep else total
 
     def end_step(self) -> None:
-        """Gradients that lie here are partly sums by now: nobody shall take them for gradients."""
+        """Drop `.grad` tensors that now hold sums."""
         for index, place in enumerate(self._places):
             grad = None if place is None else self._local.gradient(index)
             if place is None or grad is None or grad.layout != torch.strided:
@@ -109,7 +109,7 @@ class FlatGradients:
                 self._local.put_gradient(index, None)
 
     def _view(self, index: int, place: FlatPlace) -> Tensor:
-        """The place of a gradient, in the parameter's shape; its version counts for itself."""
+        """A gradient's view of the buffer, with its own version counter."""
         buffer = self._buffer(place.bucket)
         view = self._views.get((buffer.data_ptr(), index))
         if view is None:
@@ -119,7 +119,7 @@ class FlatGradients:
         return view
 
     def _buffer(self, number: int) -> Tensor:
-        """Has room for the bucket; gaps between gradients hold anything, and nobody reads them."""
+        """The buffer of a bucket; gaps are never read."""
         buffer = self._buffers.get(number)
         if buffer is None:
             kind = self._kinds[number]
@@ -137,7 +137,7 @@ def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
 
 
 class FlatParameters:
-    """Parameters as views of one buffer per dtype, in which every bucket is a stretch.
+    """Parameters as views of one buffer per dtype, divided into buckets.
 
     poison: parameters that are on their way are NaN, to show reads that come too early.
     """
@@ -161,7 +161,7 @@ class FlatParameters:
         self.adopt()
 
     def _view(self, place: FlatPlace, shape: Sequence[int]) -> Tensor:
-        """A parameter's elements of its bucket, in its shape.
+        """View of a parameter's elements.
 
         The tensor has a storage of its own on the same memory, since `torch.save` writes the whole
         storage of every tensor: one norm of a state dict would bring the whole model along.
@@ -172,7 +172,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Bring in parameters that lie elsewhere: all at first, later those that were replaced."""
+        """Move new or replaced parameters into the buffer."""
         for index, view in enumerate(self._views):
             if view is None:
                 continue
@@ -183,7 +183,7 @@ class FlatParameters:
             self._local.replace(index, view)
 
     def segment(self, number: int) -> tuple[Tensor, Tensor]:
-        """This rank's segment, and the bucket that it lies in: the parameters, or a copy."""
+        """This rank's segment and its bucket."""
         whole = bucket = self._buckets[number]
         if self._poison:
             whole = self._rooms[number] = bucket.clone()
@@ -192,6 +192,6 @@ class FlatParameters:
 
     @torch.no_grad()
     def arrived(self, number: int, gathered: Gathered) -> None:
-        """See `ParameterBuckets`: others have written into the parameters, or into the copy."""
+        """Copy gathered values, unless they arrived in the parameters themselves."""
         if number in self._rooms:
             self._buckets[number].copy_(self._rooms.pop(number))

@@ -1,4 +1,4 @@
-"""Reductions inside backward: hooks on parameters, and one order of launches on every rank.
+"""Reductions during backward: hooks on parameters, and one launch order on all ranks.
 
 `GradientHooks` hears of the gradients of one plan as backward finishes them. A bucket is complete
 when all its gradients are there. `LaunchOrder` launches complete buckets in the one order of all
@@ -41,7 +41,7 @@ _unfinished: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 
 @contextmanager
 def more_to_come(params: Iterable[Tensor]) -> Iterator[None]:
-    """Mark backward passes in it as not the last ones of these parameters in their step.
+    """Context for backward passes that are not the last of a step.
 
     As `no_sync()`, for whoever runs micro-batches and does not know the optimizer.
     """
@@ -55,7 +55,7 @@ def more_to_come(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 class GradientHooks:
-    """The hooks on the parameters of one plan; a bucket is launched once it is complete.
+    """Hooks of one plan, which launch each bucket when it is complete.
 
     Args:
         reductions: Of the same plan; it begins and ends rounds.
@@ -80,7 +80,7 @@ class GradientHooks:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """A reduction of all buckets is over: wait for their next gradients."""
+        """Wait for the gradients of another round."""
         if self._overlap:
             self._order.restart()
         self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
@@ -108,7 +108,7 @@ class GradientHooks:
         self._hooked.add(index)
 
     def arrived(self, index: int) -> None:
-        """Backward has finished a gradient: launch the buckets that are complete, in order."""
+        """Record a finished gradient, and launch complete buckets in order."""
         sent = self.reductions.sent
         is_sent = index in sent.launched
         # With create_graph autograd adds by making a new tensor: as if the old one were dropped.
@@ -133,12 +133,12 @@ class GradientHooks:
         self._order.launch_complete()
 
     def _is_last(self, param: Tensor) -> bool:
-        """Whether this may be the last backward pass of a parameter in its step."""
+        """Whether this may be a parameter's last backward of the step."""
         return param not in _unfinished and param not in self.unannounced
 
     @cached_property
     def unannounced(self) -> set[Tensor]:
-        """Parameters of which nobody says which backward pass is the last, once there was one.
+        """Parameters whose schedule does not mark the last backward pass.
 
         Those of torch's own pipeline stages, whose schedule divides gradients after it: they are
         reduced in the step.
@@ -146,7 +146,7 @@ class GradientHooks:
         return PipelineStages(self._params).silent()
 
     def is_complete(self, bucket: int) -> bool:
-        """Whether every gradient of a bucket that backward may give has arrived, and is there.
+        """Whether all expected gradients of a bucket have arrived.
 
         One that has arrived is gone if a backward pass broke off and its gradients were dropped.
         """
@@ -159,7 +159,7 @@ class GradientHooks:
         )
 
     def _await(self) -> list[set[int]]:
-        """The parameters that each bucket waits for, found when a round's first gradient arrives.
+        """Parameters that each bucket waits for in this round.
 
         Not sooner: parameters may be frozen and unfrozen between steps.
         """
@@ -169,11 +169,11 @@ class GradientHooks:
         return self._awaited
 
     def step_finished(self) -> None:
-        """The optimizer has taken a step."""
+        """Note that the optimizer has taken a step."""
         self._order.stepped()
 
     def rival(self, rank: int) -> RankFailure | None:
-        """Another optimizer that launches inside the same backward, in no common order."""
+        """Another optimizer that launches in the same backward, if any."""
         rival = self._order.rival()
         if rival is None:
             return None
@@ -198,7 +198,7 @@ class _Turn(NamedTuple):
 
 
 class LaunchOrder:
-    """Buckets of all plans, from those that backward reaches first to those it reaches last."""
+    """Order of all buckets, by when backward reaches them."""
 
     def __init__(self, owner: str = "optimizer") -> None:
         self._owner = owner
@@ -219,7 +219,7 @@ class LaunchOrder:
     # --- beside other optimizers -------------------------------------------------------------
 
     def launch_inside_backward(self, names: Iterable[str], ranks: Iterable[int]) -> None:
-        """From now on reductions of these parameters are launched as backward completes them."""
+        """Launch reductions of these parameters during backward from now on."""
         self._names += names
         self._ranks |= set(ranks)
         _inside_backward.orders.add(self)
@@ -228,11 +228,11 @@ class LaunchOrder:
             other._waits_for.add(self)
 
     def met(self) -> bool:
-        """Whether another has gradients of the same backward, on this rank, that it held back."""
+        """Whether another optimizer had gradients in the same backward on this rank."""
         return any(other in self._waits_for for other in self._beside())
 
     def told(self, any_rank_met: bool | None) -> None:
-        """Take in whether any rank has `met` another optimizer; None: not known yet."""
+        """Record whether any rank has `met` another optimizer."""
         self._alone = any_rank_met is False
         if not any_rank_met:
             return
@@ -248,12 +248,12 @@ class LaunchOrder:
             other._meets.add(self)
 
     def stepped(self) -> None:
-        """A step was taken; if no other optimizer was in use, nothing is held back from now on."""
+        """Note a step, which ends holding back if no other optimizer was met."""
         if self._alone:
             self._waits_for.clear()
 
     def rival(self) -> "LaunchOrder | None":
-        """One with gradients of the same backward, where launches were not held back."""
+        """An optimizer with gradients in the same backward."""
         for other in self._beside():
             if other not in self._waits_for and other not in self._meets:
                 # Whoever goes on all the same does so without overlap.
@@ -263,7 +263,7 @@ class LaunchOrder:
         return None
 
     def _beside(self) -> Iterator["LaunchOrder"]:
-        """Others with gradients of a backward from which this one has some."""
+        """Other orders with gradients in the same backward."""
         for other in self._others():
             if not self._backwards.isdisjoint(other._backwards):
                 yield other
@@ -278,7 +278,7 @@ class LaunchOrder:
     # --- one round ---------------------------------------------------------------------------
 
     def add(self, hooks: GradientHooks, places: Sequence[int]) -> None:
-        """Take in the buckets of a plan; `places` says how late forward uses each of them."""
+        """Add the buckets of a plan, placed by when forward uses them."""
         self._plans.append((hooks, places))
         self._turns = [
             _Turn(self._plans[plan][0], bucket)
@@ -287,16 +287,16 @@ class LaunchOrder:
         self._next = 0
 
     def restart(self) -> None:
-        """A plan has begun a new round."""
+        """Note that a plan has begun a new round."""
         self._next = 0
         self._backwards.clear()
 
     def gradient_arrived(self) -> None:
-        """Backward has finished a gradient that is reduced inside of it."""
+        """Record a finished gradient."""
         self._backwards.add(torch._C._current_graph_task_id())
 
     def launch_complete(self) -> None:
-        """Launch what is complete, up to the first bucket that is not."""
+        """Launch complete buckets, up to the first incomplete one."""
         if self._waits_for or self._meets:  # and is alive
             return
         while (turn := self._turn()) is not None and turn.hooks.is_complete(turn.bucket):
@@ -304,7 +304,7 @@ class LaunchOrder:
             turn.hooks.reductions.launch(turn.bucket)
 
     def _turn(self) -> _Turn | None:
-        """The first bucket in the order that is not launched yet."""
+        """First bucket that is not launched yet."""
         while self._next < len(self._turns):
             turn = self._turns[self._next]
             if not turn.is_over:
@@ -314,7 +314,7 @@ class LaunchOrder:
 
 
 class _InsideBackward(threading.local):
-    """The living orders that launch inside backward; per thread, as ranks are in tests."""
+    """All living launch orders, per thread."""
 
     def __init__(self) -> None:
         self.orders: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()

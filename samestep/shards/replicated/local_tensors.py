@@ -1,4 +1,4 @@
-"""The parameters of a plan on this rank, and the shards of the pieces that it owns.
+"""Local tensors of a plan's parameters, and the shards that this rank owns.
 
 `LocalTensors` has parameters as plain tensors: all of a parameter, or its shard of a DTensor.
 Whoever averages over copies works on these, whatever the rest of a parameter is on other ranks.
@@ -56,18 +56,18 @@ class LocalTensors:
         return held
 
     def value(self, index: int) -> Tensor:
-        """A view to read from and write to."""
+        """View of a local tensor."""
         return self._held(index).detach()
 
     def read(self, index: int, elements: slice) -> Tensor:
-        """Some elements of a parameter, (size,): a view, or a copy if it has other strides."""
+        """Elements of a parameter, (size,): a view where strides allow."""
         value = self.value(index)
         if value.is_contiguous():
             return value.view(-1)[elements]
         return torch.cat([part.reshape(-1) for part in _boxes_of(value, elements)])
 
     def write(self, index: int, elements: slice, values: Tensor) -> None:
-        """Put values, (size,), where some elements of a parameter lie."""
+        """Write elements of a parameter from (size,)."""
         value = self.value(index)
         if value.is_contiguous():
             value.view(-1)[elements].copy_(values)
@@ -88,7 +88,7 @@ class LocalTensors:
         return [(tensor.data_ptr(), tensor.is_contiguous()) for tensor in held]
 
     def changed(self, group: RankGroup) -> RankFailure | None:
-        """The first that is not what it was, and what it is now."""
+        """First parameter that was moved or converted, and what it is now."""
         for index, (param, was) in enumerate(zip(self.params, self._were, strict=True)):
             if (param.dtype, param.device) != was:
                 now, then = f"{param.dtype} on {param.device}", f"{was[0]} on {was[1]}"
@@ -99,7 +99,7 @@ class LocalTensors:
 
     @torch.no_grad()
     def replace(self, index: int, view: Tensor) -> None:
-        """Let a parameter lie elsewhere, with the values that are there."""
+        """Move a parameter to other memory, with its values."""
         dtensor = self._dtensors[index]
         if dtensor is None:
             self.params[index].data = view
@@ -107,7 +107,7 @@ class LocalTensors:
             dtensor._local_tensor = view
 
     def gradient(self, index: int) -> Tensor | None:
-        """The local tensor of `.grad`, detached; it may be an addend of a sum over a mesh.
+        """Local tensor of `.grad`, perhaps a summand over a mesh.
 
         None also where a gradient was reduced and given back.
         """
@@ -124,20 +124,20 @@ class LocalTensors:
         return held.detach()
 
     def dense_gradient(self, index: int) -> Tensor | None:
-        """The local tensor of a gradient that is about to travel; raises if it is sparse."""
+        """Local gradient to send; raises if it is sparse."""
         grad = self.gradient(index)
         if grad is not None and grad.layout != torch.strided:
             raise sparse_gradient(self._names[index])
         return grad
 
     def has_gradient(self, index: int) -> bool:
-        """Whether there is one to read here."""
+        """Whether `.grad` can be read."""
         grad = self.params[index].grad
         return grad is not None and type(grad) is not ReducedGradient
 
     @torch.no_grad()
     def _cut_gradient(self, index: int) -> None:
-        """Keep this rank's part of a gradient that is whole on every rank; nothing travels."""
+        """This rank's shard of a replicated gradient."""
         param: Any = self.params[index]
         found = getattr(param.grad, "placements", None)
         if found is not None:
@@ -145,7 +145,7 @@ class LocalTensors:
 
     @torch.no_grad()
     def put_gradient(self, index: int, local: Tensor | None) -> None:
-        """Let `.grad` be a tensor, or nothing; it is then placed as the one before it."""
+        """Set or clear `.grad`, with the placements of the last one."""
         param = self.params[index]
         if local is None or self._dtensors[index] is None:
             param.grad = local
@@ -156,7 +156,7 @@ class LocalTensors:
         param.grad = placed(local, like, like.placements)
 
     def kinds_along_axes(self, index: int) -> tuple[int, ...]:
-        """The kind of a gradient along each mesh axis; 0 where it is cut. () if there is none.
+        """Placement of a gradient on each mesh axis, as numbers.
 
         Raises:
             ValueError: It is placed in another way than its parameter.
@@ -181,13 +181,13 @@ class LocalTensors:
 
 
 def _boxes_of(value: Tensor, elements: slice) -> list[Tensor]:
-    """The views that make up some elements of a parameter, in its logical order."""
+    """Views that together are some elements of a parameter."""
     shape = tuple(value.shape)
     return [value[box.slices] for box in range_boxes(shape, elements.start, elements.stop)]
 
 
 def _held_of(grad: Any) -> Tensor:
-    """The local tensor of a DTensor's gradient; a plain tensor, refused later, as it is."""
+    """Local tensor of a gradient."""
     held: Tensor = getattr(grad, "_local_tensor", grad)
     return held
 
@@ -216,7 +216,7 @@ class Shard:
 
 
 class PieceShards:
-    """The shards of this rank, by piece, as updates see them.
+    """Shards of this rank, as updates use them.
 
     A step is short beside the making of views, so shards are made once and kept until a parameter
     or a state tensor was replaced by another object. State that stays on the host is updated in
@@ -244,7 +244,7 @@ class PieceShards:
         return self._shards[piece]
 
     def look_at(self, state: Mapping[Tensor, State]) -> bool:
-        """Make shards of the parameters and state of this step, unless they are those of before.
+        """Use the parameters and state of this step.
 
         Called when a step begins. Returns whether shards were made. Parameters that are not
         contiguous are updated as copies, which get their values here.
@@ -265,18 +265,18 @@ class PieceShards:
         return are_new
 
     def write_strided(self, pieces: Iterable[Piece] | None = None) -> None:
-        """Put updated copies into their parameters: those of some pieces, or all."""
+        """Copy updated values into parameters that are not contiguous."""
         for piece in self._strided if pieces is None else pieces:
             shard = self._shards[piece]
             if not shard.is_view:
                 self._held.write(piece.param, piece.elements, shard.value.reshape(-1))
 
     def unit(self, piece: Piece) -> OffloadUnit:
-        """The state of a piece, as what comes from the host at once."""
+        """Offload unit of a piece."""
         return OffloadUnit(piece, self._shards[piece].state, piece.size, piece.block is None)
 
     def lying(self, grads: Iterable[tuple[Piece, Tensor]]) -> Iterator[Seen]:
-        """Pieces with their gradients, and the state that stays on the device."""
+        """Pieces with gradients and state on the device."""
         for piece, grad in grads:
             shard = self._shards[piece]
             if not shard.matrices:
@@ -290,7 +290,7 @@ class PieceShards:
         window: WindowId,
         parts: Iterable[tuple[OffloadSlice, State]],
     ) -> Iterator[Seen]:
-        """The pieces of a window of state, or ranges of them, with the state that has come."""
+        """Pieces of a window of offloaded state."""
         by_piece = dict(grads)
         for place, (part, state) in enumerate(parts):
             piece: Piece = part.unit.about
@@ -309,7 +309,7 @@ class PieceShards:
         return Shard(value, is_view, self._packing.views(piece, state), self._whereabouts(piece))
 
     def _whereabouts(self, piece: Piece) -> GlobalElementIndex | None:
-        """The elements of its whole parameter that a piece has, if any state is rounded at random.
+        """Global indices of a piece, for stochastic rounding.
 
         None for a part of a block, of which the rounding is done where the block comes together.
         """
@@ -326,7 +326,7 @@ class PieceShards:
     def _matrices(
         self, piece: Piece, value: Tensor, state: State, where: GlobalElementIndex | None
     ) -> list[MatrixView]:
-        """The matrices of a piece that is a block, or all of its elements as one."""
+        """Matrices of a block, or all elements of another piece."""
         if piece.block is None:
             return [MatrixView(value, state, None, None if where is None else where.origin())]
         spec = self._plan.params[piece.param]

@@ -1,4 +1,4 @@
-"""The plan of replicated parameters, as their ranks make it and compare it."""
+"""Makes the plan of replicated parameters, and compares it between ranks."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -27,14 +27,14 @@ _WAY_OUT = (
 
 
 def votes_on_copies(params: int, group: RankGroup) -> ReplicatedHere:
-    """The votes on plain parameters of which all ranks must have the same gradients."""
+    """Votes on gradients that all ranks with copies must share."""
     return ReplicatedHere(replicated_by_all(params, group.size), (0,), group, _WAY_OUT)
 
 
 def reduced_alike(
     request: "Request", indices: Iterable[int], usual: GroupReduction
 ) -> dict[GroupReduction, list[int]]:
-    """Sort groups by who averages them.
+    """Sort groups by the ranks that average them.
 
     usual: the reduction of groups without ranks of their own.
     """
@@ -52,7 +52,7 @@ def plan_on_rank(
     distribution: Distribution,
     layout: "MeshLayout | None",
 ) -> RankPlan:
-    """The plan of this rank; the same on all ranks but for their shards of DTensors.
+    """This rank's plan.
 
     layout: of the mesh of DTensors that these ranks hold copies of; None: plain parameters.
     """
@@ -73,7 +73,7 @@ def plan_on_rank(
 
 
 def plan_lines(planned: BucketPlan, layout: "MeshLayout | None") -> list[str]:
-    """A plan as text: who owns and sends what."""
+    """A plan as text: owners and collectives."""
     shares = planned.even or planned.plan
     return shares.lines() + ([] if layout is None else layout.lines(shares.params))
 
@@ -81,7 +81,7 @@ def plan_lines(planned: BucketPlan, layout: "MeshLayout | None") -> list[str]:
 def comparable_lines(
     planned: BucketPlan, members: PlanMembers, of_plan: Sequence[str], device: torch.device
 ) -> list[str]:
-    """The lines that all ranks must have alike; the first one that differs is told.
+    """Lines of the plan that must agree on all ranks.
 
     Parameters and options come before the plan made of them, `of_plan`.
     """

@@ -1,4 +1,4 @@
-"""A tensor without memory in `.grad`, in the place of a gradient that was reduced and given back.
+"""A placeholder in `.grad` for a gradient that was reduced and freed.
 
 Whoever computes with it is told what to call instead. As long as it lies there, the gradient that
 it stands for counts in the step; where it is gone, somebody has dropped that gradient.
@@ -17,11 +17,11 @@ aten = torch.ops.aten
 
 
 class GradientIsReducedError(RuntimeError):
-    """Somebody has computed with a gradient that is not on this rank any more."""
+    """Raised when code reads a gradient that was reduced and freed."""
 
 
 class ReducedGradient(Tensor):
-    """Has shape, dtype and device of a gradient, and raises as soon as its values are needed.
+    """A tensor without memory, which raises when its values are needed.
 
     `zero_()` puts zeros into `.grad`, as it would with a gradient. What backward adds takes its
     place, if `accumulates` does not raise: it is called with what `.grad` is then.
@@ -51,7 +51,7 @@ class ReducedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Raise, but for what drops a gradient, adds to it, or only makes another handle of it."""
+        """Raise, except for operations that drop or accumulate."""
         if func is aten._foreach_zero_.default:
             for tensor in args[0]:
                 tensor.zero_()
@@ -105,7 +105,7 @@ class ReducedGradient(Tensor):
     del _refuse
 
     def __getattr__(self, name: str) -> Any:
-        """Raise for attributes of DTensors alone (`to_local`, ...), which need values."""
+        """Raise for DTensor methods, which need values."""
         param = self.__dict__["_param"]()
         if not name.startswith("_") and mesh_of(param) is not None and hasattr(param, name):
             raise self._error(name)

@@ -31,7 +31,7 @@ from samestep.shards.replicated.sent_gradients import SentGradients
 
 
 class BucketReductions:
-    """Turns local gradients into this rank's part of their mean.
+    """Averages local gradients over ranks, and keeps this rank's part of the means.
 
     Args:
         local: The parameters, of which this rank has gradients.
@@ -107,7 +107,7 @@ class BucketReductions:
             self.hooks.begin_round()
 
     def make_room(self) -> None:
-        """Land what is in flight before the next bucket is packed, where memory counts."""
+        """Wait for reductions in flight where memory is short."""
         if self._distribution.one_in_flight:
             self._land_all()
 
@@ -143,7 +143,7 @@ class BucketReductions:
             self._advance()
 
     def _advance(self) -> None:
-        """Launch the second legs of buckets that go in two levels.
+        """Start the second level of two-level reductions.
 
         They go when the next bucket is launched, or the last one was: the same on all ranks.
         """
@@ -151,7 +151,7 @@ class BucketReductions:
             pending.advance()
 
     def _packed(self, number: int, held_back: Container[int]) -> Tensor:
-        """The gradients of a bucket; zeros for those that are held back, and after a problem."""
+        """Gradients of a bucket to send, with zeros where there are none."""
         without = held_back if self.problem is None else self._everything
         buffer = self.gradients.packed(number, without)
         if self._distribution.check_gradients and not is_finite(buffer):
@@ -160,12 +160,12 @@ class BucketReductions:
         return buffer
 
     def _take(self, index: int, travels: bool) -> None:
-        """A gradient is all sent, or there was none."""
+        """Mark a gradient as sent."""
         gives_back = self._gives_back and self.problem is None  # or only zeros were sent
         self.sent.take(index, travels=travels, gives_back=gives_back, ended=self._ended)
 
     def _report_not_finite(self, number: int, buffer: Tensor) -> None:
-        """Remember the first culprit of a bucket."""
+        """Record the first gradient of a bucket that is not finite."""
         for index in self.members[number]:
             values, when = (
                 self.local.gradient(index),
@@ -183,7 +183,7 @@ class BucketReductions:
                 self.problem = self.problem or RankFailure(error, index)
 
     def _look_at_placements(self, indices: Iterable[int]) -> None:
-        """Remember what gradients of DTensors are, and refuse those that cannot be added up."""
+        """Record placements of DTensor gradients, and refuse unsupported ones."""
         for index in indices:
             try:
                 kinds = self.local.kinds_along_axes(index)
@@ -201,7 +201,7 @@ class BucketReductions:
             self.sent.renew(index)  # it may have been cut
 
     def void(self, indices: Iterable[int], *, again: bool) -> None:
-        """Drop the sums of these parameters so far, on every rank.
+        """Drop the sums of these parameters, on all ranks.
 
         again: what has come since is reduced in one more round of this step, and nothing else.
         """
@@ -218,14 +218,14 @@ class BucketReductions:
                 self.launch(number)
 
     def is_whole_along(self, index: int, axis: int) -> bool:
-        """Whether there was a gradient on this rank, and of a DTensor no summand along an axis."""
+        """Whether this rank has a gradient that is not Partial."""
         kinds = self.kinds[index]
         return self.sent.here[index] and (not kinds or kinds[axis] == REPLICATED)
 
     # --- the end of a round ------------------------------------------------------------------
 
     def end_round(self, problem: RankFailure | None) -> None:
-        """No gradient comes any more: see whether this rank can use those it has."""
+        """End a round, and check that its gradients are usable."""
         sent = self.sent
         sent.look_for_drops()
         if self._of_dtensors:
@@ -242,7 +242,7 @@ class BucketReductions:
                 sent.here[index] |= self.local.has_gradient(index)
 
     def accumulate(self) -> None:
-        """Finish a round of which all is launched: keep the sums, free the gradients."""
+        """Finish a round: add its sums, and free its gradients."""
         self._land_all()
         self._set_sums_aside()
         self.sent.free()
@@ -254,7 +254,7 @@ class BucketReductions:
                 self._sums[number] = self.gradients.set_aside(kept)
 
     def mean(self, number: int) -> Tensor:
-        """Wait for a bucket and give the mean of this rank's segment, in fp32 or wider."""
+        """Wait for a bucket; returns the mean of this rank's segment."""
         self._land(number)
         result = self._sums[number]
         assert result is not None
@@ -272,7 +272,7 @@ class BucketReductions:
         return result.div_(self._divisor)
 
     def _over_outer(self, transfers: Sequence[Transfer], summed: Tensor) -> Tensor:
-        """The sum over the groups that do the same: at once, or added up and gathered."""
+        """Sum over outer groups."""
         assert self.outer is not None
         reduce, *gather = transfers
         summed = add_up(reduce, summed, self.outer).wait()
@@ -284,7 +284,7 @@ class BucketReductions:
         return torch.cat(gather_segments(transfer.name, part, transfer.sizes, group).wait())
 
     def mean_of(self, index: int) -> Tensor:
-        """The mean gradient of a parameter over the rounds so far: (numel,). Collective."""
+        """A parameter's mean gradient so far, (numel,). Collective."""
         mean = torch.zeros(
             self._plan.params[index].numel,
             dtype=torch.promote_types(self.local.params[index].dtype, torch.float32),
@@ -307,7 +307,7 @@ class BucketReductions:
         return mean
 
     def set_mean_of(self, index: int, mean: Tensor) -> None:
-        """Put a mean in place of that of the rounds so far, in this rank's part."""
+        """Set this rank's part of a mean gradient."""
         share = self._divisor / (1 if self.outer is None else self.outer.size)
         for kept, place, elements in self._kept_of(index):
             kept[place] = mean[elements] * share
@@ -315,7 +315,7 @@ class BucketReductions:
         self.sent.show_as_reduced()
 
     def _kept_of(self, index: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """This rank's sums of a parameter: where they lie, and which of its elements they are."""
+        """This rank's sums of a parameter, with their elements."""
         for number in self.buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             if kept is None:
@@ -331,24 +331,24 @@ class BucketReductions:
                         yield kept, slice(start - first, stop - first), elements
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply what was reduced so far."""
+        """Multiply the sums so far."""
         for kept in self._sums:
             if kept is not None:
                 kept.mul_(factor.to(kept))
 
     def buckets_of(self, index: int) -> range:
-        """The numbers of the buckets that have some of a parameter."""
+        """Buckets that contain a parameter."""
         return range(self._first_bucket[index], self._last_bucket[index] + 1)
 
     def finish_step(self) -> None:
-        """The step has taken everything: start afresh."""
+        """Reset after a step."""
         if self.hooks is not None and self._distribution.overlap_grad_reduce:
             self.hooks.step_finished()
         self.sent.steps += 1
         self._begin_step()
 
     def abandon(self) -> None:
-        """The step failed on all ranks: drop what was reduced for it."""
+        """Drop the reductions of a failed step."""
         self._land_all()
         self._sums = [None] * len(self.members)
         self.problem, self.is_looked_at = None, False
@@ -364,7 +364,7 @@ class BucketReductions:
             self._land(number)
 
     def _land(self, number: int) -> None:
-        """Wait for a reduction, and add it to the rounds before it."""
+        """Wait for a reduction, and add it to earlier rounds."""
         if number in self._flying:
             arrived = self._flying.pop(number).wait()
             if arrived.dtype.itemsize < 4:

@@ -1,4 +1,4 @@
-"""Parameters of which several ranks hold copies: reduced, updated in parts, and gathered.
+"""The placement of parameters with copies on several ranks: reduce, update in shards, gather.
 
 A copy is all of a plain parameter, or the same shard of a DTensor. All ranks run the same
 collectives with the same sizes, whatever gradients they have and whatever they own.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class MeshSide:
-    """The mesh of DTensors of which other meshes hold copies.
+    """The mesh of DTensors whose copies are on other meshes.
 
     layout: who of this mesh holds which shards.
     sums: adds up gradients of which the ranks of the mesh have summands.
@@ -68,14 +68,14 @@ class MeshSide:
     _kinds_agreed: bool = False
 
     def agree_on_kinds(self, reductions: BucketReductions, groups: Sequence[RankGroup]) -> None:
-        """Learn what gradients are along the mesh, until it is known of all. Collective."""
+        """Agree on placements of gradients along the mesh. Collective."""
         if not self._kinds_agreed:
             reductions.kinds = self.sums.agreed_kinds(reductions.kinds, groups)
             self._kinds_agreed = not self.sums.are_open(reductions.kinds)
 
 
 class ReplicatedShards(Placement):
-    """One plan at work: the parameters of a construction or of one added group."""
+    """Runs one plan of replicated parameters."""
 
     values: ReplicatedValues
 
@@ -159,7 +159,7 @@ class ReplicatedShards(Placement):
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
 
     def _buckets(self, dtypes: Sequence[torch.dtype]) -> tuple[ParameterBuckets, GradientBuckets]:
-        """Parameters and gradients as buckets: in flat buffers, or copied for each collective.
+        """Flat buffers, or buffers copied for each collective.
 
         dtypes: of the gradients of each bucket.
         """
@@ -176,7 +176,7 @@ class ReplicatedShards(Placement):
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedShards]":
-        """One plan for groups that are reduced alike; one process shares nothing."""
+        """One plan for groups that are reduced alike."""
         if request.ranks is None:
             return []
         usual = GroupReduction(request.ranks, outer=request.outer)
@@ -189,7 +189,7 @@ class ReplicatedShards(Placement):
 
     @classmethod
     def of_mesh(cls, request: "Request", mesh: "DeviceMesh") -> "list[ReplicatedShards]":
-        """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
+        """Plans for DTensors with copies on other ranks."""
         from samestep.shards.dtensor.mesh_layout import MeshLayout  # DTensors take long to import
 
         copies, everyone, number = request.copies[mesh]
@@ -210,7 +210,7 @@ class ReplicatedShards(Placement):
         return MeshSide(layout, MeshSums(layout), blocks)
 
     def activate(self) -> None:
-        """Put its buckets into the one order of launches inside backward."""
+        """Add the buckets to the launch order."""
         hooks = self.reductions.hooks
         if hooks is not None and self.distribution.overlap_grad_reduce:
             self._order.add(hooks, self.shape.places)
@@ -233,7 +233,7 @@ class ReplicatedShards(Placement):
         return f"us: {ranks_text(self.group.members)}{outer}"
 
     def updated_by(self, param: Tensor) -> str:
-        """See `Placement`; of a DTensor the primary holders of the shards."""
+        """Which ranks update a parameter, as text."""
         index, owners = self.values.index(param), set[int]()
         for bucket in self.plan.buckets:
             for rank, segment in bucket.filled:
@@ -245,12 +245,12 @@ class ReplicatedShards(Placement):
         return ranks_text(sorted(self.places.members[rank] for rank in owners)) + parts
 
     def mend_replicas(self) -> None:
-        """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
+        """Compare copies; copy rank 0's where they differ, or raise."""
         for group in reversed(self._holding_alike):
             mend_replicas(self._names, self.local.values(), group, strict=self.distribution.strict)
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
-        """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
+        """State of owned pieces: one 1-D tensor per parameter and key."""
         averages = self.distribution.grads == "local"
         self.values = ReplicatedValues(
             self.local,
@@ -289,7 +289,7 @@ class ReplicatedShards(Placement):
             self._keep_windows((state[param] for param in self.params), self._units)
 
     def _units(self) -> dict[tuple[Stage, int], list[OffloadUnit]]:
-        """State by bucket, piece by piece; of blocks of which there are parts here, by chunk."""
+        """Offload units by bucket, or by chunk of blocks."""
         found: dict[tuple[Stage, int], list[OffloadUnit]] = {}
         for number, owned in enumerate(self._owned):
             found["update", number] = [
@@ -303,11 +303,11 @@ class ReplicatedShards(Placement):
         return found
 
     def may_be_present(self, about: Any) -> bool:
-        """Blocks that come together do so with those that are absent."""
+        """Whether a unit may have a gradient; blocks of a chunk share the answer."""
         return not isinstance(about, Piece) or self._present[about.param] is not False
 
     def expect_edits(self) -> None:
-        """Somebody is known to write into gradients after backward."""
+        """Allow writes to gradients after backward."""
         self._edits = None
 
     def finish_step(self) -> None:
@@ -319,7 +319,7 @@ class ReplicatedShards(Placement):
             self.mesh.blocks.end_step()
 
     def abandon_step(self) -> None:
-        """The step failed on all ranks: forget its gradients."""
+        """Drop the gradients of a failed step."""
         self._grads.clear()
         self.reductions.abandon()
         self.problem = None
@@ -341,7 +341,7 @@ class ReplicatedShards(Placement):
             self.problem = self.reductions.problem
 
     def keep_sums(self) -> None:
-        """Wait for them, keep this rank's part, and begin a new round."""
+        """Wait for reductions, keep this rank's part, begin a new round."""
         if self.distribution.grads == "local":
             if self._presence.look_for_drops(bool(self.reductions.sent.dropped)):
                 self._void_dropped()
@@ -368,7 +368,7 @@ class ReplicatedShards(Placement):
             self.reductions.sent.show_as_reduced()
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
-        """Reduce, average, gather and place: one bucket."""
+        """Run an operation of the schedule on one bucket."""
         number = operation.bucket.bucket
         match operation:
             case Reduce():
@@ -388,7 +388,7 @@ class ReplicatedShards(Placement):
         self._presence.meet(call, problem)
 
     def agree(self, problem: RankFailure | None) -> None:
-        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+        """Agree on which gradients exist; raises on all ranks if one has an error."""
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
         whole = self.reductions.is_whole_along
@@ -405,12 +405,12 @@ class ReplicatedShards(Placement):
             self.mesh.blocks.set_present(self._present)
 
     def _void_dropped(self) -> None:
-        """All ranks forget what was reduced of gradients that were dropped since."""
+        """Drop reductions of gradients that were dropped, on all ranks."""
         void, again = self._presence.agree_on_drops(self.reductions.sent.drops())
         self.reductions.void(void, again=again)
 
     def average(self, number: int) -> None:
-        """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
+        """Mean gradient of each owned piece of a bucket."""
         if self.distribution.grads == "local":
             mean = self.reductions.mean(number)
             grads = [(piece, mean[place]) for piece, place in self._owned[number]]
@@ -428,7 +428,7 @@ class ReplicatedShards(Placement):
             self._grads[number].append((piece, part))
 
     def _gather(self, number: int) -> None:
-        """Start sending the updated segment of a bucket to everyone."""
+        """Start gathering a bucket of updated parameters."""
         gather = self.shape.exchanges[number].gather
         if gather is None:
             return
@@ -445,14 +445,14 @@ class ReplicatedShards(Placement):
             self._in_flight.add(members, partial(self._place, number))
 
     def _place(self, number: int) -> None:
-        """Wait for a bucket, and put what the others have updated into the parameters."""
+        """Wait for a bucket, and copy it into parameters."""
         if number in self._gathers:
             self._parameters.arrived(number, self._gathers.pop(number).wait())
 
     def operands(
         self, number: int, window: WindowId | None = None
     ) -> Iterator[tuple[int, Operand]]:
-        """See `Placement`."""
+        """Owned pieces of a bucket with their groups."""
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
         grads_of_pieces = self._grads[number]
@@ -484,6 +484,6 @@ class ReplicatedShards(Placement):
         del self._grads[number]
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
-        """The group of each parameter, and whether it was present in the last step."""
+        """Group of each parameter, and whether it was present in the last step."""
         flags = self._present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]

@@ -1,4 +1,4 @@
-"""Gradients of this rank that sums have: which they are, and whether they were edited since.
+"""Tracks which gradients were reduced, and whether they were edited since.
 
 A gradient that was reduced counts as long as `.grad` is what it was then, or what stands there in
 its place. Where it is gone (`zero_grad()`, `.grad = None`), this rank's part of the sum is void.
@@ -20,7 +20,7 @@ from samestep.shards.replicated.reduced_gradient import ReducedGradient
 
 
 class SentGradients:
-    """The gradients of a plan's parameters since the last step, by index of the parameter.
+    """Reduced gradients of a plan since the last step, by parameter index.
 
     here: whether there was a gradient on this rank.
     dropped: the sums have a gradient that does not count any more.
@@ -41,13 +41,13 @@ class SentGradients:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Nothing of the gradients that come now was reduced."""
+        """Begin a round in which nothing was reduced yet."""
         self._looks: dict[int, Look] = {}  # at gradients that were packed and are still there
         self.launched: set[int] = set()
         self.taken: set[int] = set()
 
     def forget(self) -> None:
-        """The step is over, or has failed: no gradient of it counts any more."""
+        """Forget all gradients after a step."""
         for index, counted in self._counted.items():
             if type(counted) is ReducedGradient and self._params[index].grad is counted:
                 self._params[index].grad = None
@@ -58,18 +58,18 @@ class SentGradients:
     # --- gradients that are reduced --------------------------------------------------------
 
     def count(self, index: int) -> None:
-        """The sums get this gradient, which counts from now on."""
+        """Record a gradient as reduced."""
         grad = self._params[index].grad
         assert grad is not None
         self._counted[index] = grad
 
     def renew(self, index: int) -> None:
-        """Backward has added to a gradient that counts, or it was cut: `.grad` may be another."""
+        """Update the record after backward added to a gradient."""
         if index in self._counted:
             self.count(index)
 
     def take(self, index: int, *, travels: bool, gives_back: bool, ended: bool) -> None:
-        """A gradient is all sent, or there was none.
+        """Mark a gradient as completely sent.
 
         travels: this rank has one to send. gives_back: nobody keeps it.
         ended: no gradient comes any more, so nobody looks for it either.
@@ -87,26 +87,26 @@ class SentGradients:
             self._looks[index] = look(grad, values=self.steps < EDITS_LOOKED_FOR)
 
     def free(self) -> None:
-        """The sums are kept: gradients that count are not needed any more."""
+        """Free gradients whose sums are kept."""
         for index in self._counted:
             self._params[index].grad = None
         self.show_as_reduced()
 
     def show_as_reduced(self) -> None:
-        """Put a stand-in into `.grad` where a gradient was sent and is not there any more."""
+        """Put a placeholder into `.grad` of a freed gradient."""
         for index, here in enumerate(self.here):
             if here and not self._local.has_gradient(index):
                 self._put_stand_in(index)
 
     def only_here(self) -> str | None:
-        """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""
+        """Name of a parameter whose reduced gradient was replaced on this rank."""
         for index, here in enumerate(self.here):
             if here and not self._local.has_gradient(index):
                 return self._names[index]
         return None
 
     def _put_stand_in(self, index: int) -> None:
-        """Put a tensor without memory into `.grad`, which counts as the gradient did."""
+        """Put a tensor without memory into `.grad`."""
         stand_in = self._stand_ins.get(index)
         if stand_in is None:
             sent, param = weakref.ref(self), self._params[index]
@@ -122,13 +122,13 @@ class SentGradients:
         self._params[index].grad = self._counted[index] = stand_in
 
     def _goes_on_with(self, index: int, grad: Tensor) -> None:
-        """Backward adds to what was reduced, which it may do once the round is over."""
+        """Allow backward to add to a reduced gradient, after its round."""
         if index in self.launched:
             raise self.came_late(index)
         self._counted[index] = grad
 
     def came_late(self, index: int) -> RuntimeError:
-        """The error of a gradient whose bucket was reduced already."""
+        """Error for a gradient that arrives after its bucket was reduced."""
         return RuntimeError(
             f"parameter {self._names[index]!r} got a gradient on rank {self._rank} after its "
             "bucket was reduced: run all backward passes of a step but the last inside "
@@ -138,7 +138,7 @@ class SentGradients:
     # --- gradients that were dropped -----------------------------------------------------------
 
     def look_for_drops(self, indices: Iterable[int] | None = None) -> None:
-        """See whose gradients are in the sums, and not in `.grad` any more; None: of all."""
+        """Find reduced gradients that are gone from `.grad`."""
         for index in list(self._counted) if indices is None else indices:
             counted = self._counted.get(index)
             if counted is not None and self._params[index].grad is not counted:
@@ -150,7 +150,7 @@ class SentGradients:
         self.here[index] = False
 
     def drop_all(self) -> None:
-        """Somebody zeroes all gradients: what was reduced of them does not count any more."""
+        """Drop all reduced gradients."""
         for index, counted in list(self._counted.items()):
             self._drop(index)
             if self._params[index].grad is counted and type(counted) is not ReducedGradient:
@@ -158,7 +158,7 @@ class SentGradients:
                 self._params[index].grad = clone_in_place(counted)
 
     def drops(self) -> Drops:
-        """The drops of this rank, for all others."""
+        """Dropped gradients of this rank, for other ranks."""
         everything = range(len(self._params))
         return Drops(
             dropped=[index in self.dropped for index in everything],
@@ -167,14 +167,14 @@ class SentGradients:
         )
 
     def take_dropped(self) -> set[int]:
-        """The dropped ones, whose sums are void on all ranks from now on."""
+        """Take the dropped gradients, whose sums are void."""
         dropped, self.dropped = self.dropped, set()
         return dropped
 
     # --- gradients that were edited --------------------------------------------------------
 
     def changed(self) -> RankFailure | None:
-        """A gradient that was edited after it was packed would count in silence."""
+        """Error for a gradient edited after it was packed, if any."""
         for index, param in enumerate(self._params):
             if type(param.grad) is ReducedGradient and index not in self._counted:
                 message = (

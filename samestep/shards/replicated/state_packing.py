@@ -1,4 +1,4 @@
-"""The packing of state: one tensor per parameter and key, piece after piece.
+"""Packs state into one tensor per parameter and key, piece after piece.
 
 Of DTensors a rank has pieces of the shard that it holds. State with an element for each of the
 parameter's is that of this shard, and called local here; state that belongs to whole blocks is
@@ -19,19 +19,19 @@ from samestep.rules.state import State, block_state_shapes, state_shapes
 
 
 def piece_shape(piece: Piece) -> Shape:
-    """(size,), or (rows, cols) of a block."""
+    """Shape of a piece: (size,), or (rows, cols) of a block."""
     return (piece.size,) if piece.block is None else piece.block.shape
 
 
 def is_local(key: str, spec: ParamSpec) -> bool:
-    """Whether state of a DTensor is laid out as the part that a rank holds."""
+    """Whether DTensor state is stored in the shape of the local shard."""
     return spec.whole is not None and spec.stored[key].per is not None
 
 
 def _state_shapes(
     piece: Piece, spec: ParamSpec, group: Group, owners: BlockOwners | None
 ) -> dict[str, Shape]:
-    """The shapes of a piece's state, by key."""
+    """Shapes of a piece's state."""
     rule, stored = rule_of(group), spec.stored
     if piece.block is None:
         return state_shapes(rule, piece_shape(piece), group, stored)
@@ -49,7 +49,7 @@ def _state_shapes(
 
 
 class StatePacking:
-    """The packing of the state of pieces on a rank: per parameter and key one 1-D tensor.
+    """Offsets of pieces in the packed state of a rank.
 
     sizes: per parameter and key the elements of that tensor.
     parts: per piece and key the part of that tensor.
@@ -80,11 +80,11 @@ class StatePacking:
                 sizes[key] = start + numel
 
     def views(self, piece: Piece, state: State) -> State:
-        """The piece's part of its parameter's state, in the shapes that the rule declares."""
+        """A piece's state in the shapes of the rule."""
         return {key: self.view(piece, key, state[key]) for key in self.parts[piece]}
 
     def view(self, piece: Piece, key: str, tensor: Tensor) -> Tensor:
-        """The piece's part of one state tensor of its parameter, or of one that lies alike."""
+        """A piece's part of a state tensor."""
         part = self.parts[piece][key]
         return tensor[part.place].view(part.sizes)
 

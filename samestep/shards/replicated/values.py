@@ -1,4 +1,4 @@
-"""State and whole values of parameters that several ranks hold copies of.
+"""State and whole values of replicated parameters.
 
 A rank keeps the state of the pieces that it owns, as `state_packing` says. Of DTensors the owner
 of a block alone may have some of its state, which ranks of its mesh lack: it comes together in the
@@ -42,7 +42,7 @@ class StateEntry(NamedTuple):
 
 
 class ReplicatedValues(ShardValues):
-    """State of the pieces that this rank owns, and whole values of parameters and gradients.
+    """State of owned pieces, and whole values of parameters and gradients.
 
     Args:
         local: The parameters as this rank holds them.
@@ -106,7 +106,7 @@ class ReplicatedValues(ShardValues):
         return replicated and self._of_owners is None
 
     def _is_owned(self, key: Key) -> bool:
-        """Whether the owners of blocks alone have this state."""
+        """Whether only owners of blocks have a state."""
         index, name = key
         return self._plan.params[index].stored[name].owned
 
@@ -123,7 +123,7 @@ class ReplicatedValues(ShardValues):
         }
 
     def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
-        """The state that all ranks with copies have alike.
+        """State that all ranks hold in common.
 
         All state of a parameter that every rank updates; of one in which every rank owns a piece,
         the numbers that each piece has for itself, such as its step count.
@@ -146,7 +146,7 @@ class ReplicatedValues(ShardValues):
     # --- which rank keeps what ---------------------------------------------------------------
 
     def _parts_of(self, rank: int) -> dict[Key, list[Part]]:
-        """The parts of every state tensor that the pieces of a rank make up."""
+        """Boxes of every state tensor in the pieces of a rank."""
         found: dict[Key, list[Part]] = {key: [] for key in self._keys}
         for piece, spans in StatePacking(self._plan, rank, self._groups).parts.items():
             for key, part in spans.items():
@@ -154,7 +154,7 @@ class ReplicatedValues(ShardValues):
         return found
 
     def _parts(self, piece: Piece, key: str, start: int, shape: Shape) -> Iterator[Part]:
-        """The state of a piece, which begins at `start` in the tensor of its rank.
+        """Boxes of the state of a piece.
 
         Local state is one stretch, of what this rank holds; that of whole blocks has one for each
         block that the piece is a part of.
@@ -174,7 +174,7 @@ class ReplicatedValues(ShardValues):
             yield Part(Box((begin,), (size,)), start + number * size)
 
     def _stretch(self, index: int, key: str) -> Shape:
-        """All of a state tensor as one stretch, in the shape of what this rank holds if local."""
+        """A whole state tensor as one box."""
         spec, shape = self._plan.params[index], self._shapes[index][key]
         if is_local(key, spec):
             shape = spec.stored[key].shape(spec.shape)
@@ -182,7 +182,7 @@ class ReplicatedValues(ShardValues):
         return () if is_number else (prod(shape),)
 
     def _starts_of_blocks(self, index: int, key: str) -> dict[Block, int]:
-        """The start of each block's state, which is kept block after block."""
+        """Offset of each block's state."""
         known = self._block_starts.get((index, key))
         if known is None:
             spec = self._plan.params[index]
@@ -194,7 +194,7 @@ class ReplicatedValues(ShardValues):
         return known
 
     def _process_shapes(self, index: int) -> dict[str, Shape]:
-        """The shapes of the state that one process keeps of a parameter."""
+        """Shapes of state on one process."""
         spec = self._plan.params[index]
         whole, group = spec.whole or spec, self._groups[spec.group]
         return whole_shapes(rule_of(group), whole.shape, whole.blocks, group, spec.stored)
@@ -208,7 +208,7 @@ class ReplicatedValues(ShardValues):
     def gather_state(
         self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
-        """See `ShardValues`; the state of one process comes to the parameters' device."""
+        """Gather whole state on the parameters' device."""
         indices = list(range(len(self.params)) if only is None else map(self.index, only))
         tensors = self._tensors(state, indices)
         owned = {key: own for key, own in tensors.items() if self._is_owned(key)}
@@ -227,7 +227,7 @@ class ReplicatedValues(ShardValues):
         return finish
 
     def kept_state(self, state: Mapping[Tensor, State]) -> dict[Tensor, State]:
-        """All state, where every rank keeps all of it: that of DTensors placed as they are."""
+        """All state, where every rank keeps it."""
         assert self.keeps_all  # so nothing travels, and it comes together where it stays
         indices = range(len(self._params))
         stretches = self._store.launch(self._tensors(state, indices), self._home.device)()
@@ -244,7 +244,7 @@ class ReplicatedValues(ShardValues):
         return found
 
     def _local_masters(self, state: Mapping[Tensor, State], index: int) -> State:
-        """All of a parameter's master copy that belongs to what this rank holds. Collective."""
+        """Main parameter of the local tensor. Collective."""
         tensors: dict[Key, Tensor] = {
             (index, key): tensor
             for key, tensor in state[self._params[index]].items()
@@ -265,7 +265,7 @@ class ReplicatedValues(ShardValues):
         return is_local(name, self._plan.params[index])
 
     def _shape_here(self, index: int, key: str) -> Shape:
-        """The shape of all state that belongs to the local tensor of a parameter."""
+        """Shape of state for the local tensor."""
         spec = self._plan.params[index]
         if is_local(key, spec):
             return spec.stored[key].shape(spec.shape)
@@ -283,7 +283,7 @@ class ReplicatedValues(ShardValues):
         return found
 
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
-        """See `ShardValues`; a number that each piece keeps for itself comes once for each."""
+        """State of this rank as boxes of whole tensors."""
         for index, param in enumerate(self._params):
             for key, tensor in state[param].items():
                 boxes = [
@@ -294,7 +294,7 @@ class ReplicatedValues(ShardValues):
                 yield HeldState(param, key, self._shapes[index][key], boxes)
 
     def _parts_here(self, key: Key) -> Sequence[Part]:
-        """The parts of a whole tensor that this rank's tensor has."""
+        """Boxes of a whole tensor that this rank has."""
         found = self._store.parts(key)
         if self._of_owners is None or not self._is_owned(key):
             return found
@@ -302,7 +302,7 @@ class ReplicatedValues(ShardValues):
         return [part._replace(start=owned[part.start]) for part in found if part.start in owned]
 
     def _boxes(self, index: int, key: str, part: Part, values: Tensor) -> Iterable[HeldBox]:
-        """The boxes of a stretch of state, in what one process has."""
+        """Boxes of a range of state."""
         if not part.box.sizes:
             return [whole_box(values)]
         (start,) = part.box.offsets
@@ -318,7 +318,7 @@ class ReplicatedValues(ShardValues):
     def put_state(
         self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
-        """Take this rank's pieces of a parameter's state out of the whole."""
+        """Copy this rank's pieces out of whole state."""
         index = self.index(param)
         values, spec = whole[key], self._plan.params[index]
         if self._layout is not None and is_local(key, spec):
@@ -333,7 +333,7 @@ class ReplicatedValues(ShardValues):
         self._of_owners.take((index, key), tensor, of_place)
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        """See `ShardValues`."""
+        """Write a parameter into state."""
         index = self.index(param)
         for piece in self.packing.parts:
             if piece.param == index:
@@ -343,14 +343,14 @@ class ReplicatedValues(ShardValues):
     # --- whole parameters and gradients ------------------------------------------------------
 
     def whole_value(self, param: Tensor) -> Tensor:
-        """See `ShardValues`."""
+        """The whole parameter."""
         if self._layout is None:
             return super().whole_value(param)
         index = self.index(param)
         return self._layout.whole(index, self._local.value(index))
 
     def put_value(self, param: Tensor, whole: Tensor) -> None:
-        """See `ShardValues`."""
+        """Set the whole parameter."""
         if self._layout is None:
             super().put_value(param, whole)
         else:
@@ -358,7 +358,7 @@ class ReplicatedValues(ShardValues):
             self._local.value(index).copy_(self._layout.part(index, whole))
 
     def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
-        """Multiply every rank's own copy. Pieces of main parameters come together first.
+        """Scale this rank's copy and its main parameters.
 
         A rank that rounded its copy by itself would round what was rounded before.
         """
@@ -371,7 +371,7 @@ class ReplicatedValues(ShardValues):
             self._store.take((index, key), state[param][key], values)
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
-        """See `ShardValues`: the mean of the rounds so far."""
+        """Mean gradient of the rounds so far."""
         reductions, index = self._reductions, self.index(param)
         if reductions is None:
             return super().whole_gradient(param)
@@ -388,7 +388,7 @@ class ReplicatedValues(ShardValues):
         return mean if bool(here) else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
-        """See `ShardValues`: in place of the mean of the rounds so far."""
+        """Set the mean gradient."""
         reductions, index = self._reductions, self.index(param)
         if reductions is None:
             super().put_gradient(param, whole)
@@ -403,7 +403,7 @@ class ReplicatedValues(ShardValues):
 def _parts_of_owners(
     shapes: Iterable[Key], together: StatePacking, owners: BlockOwners, ranks: int
 ) -> list[dict[Key, list[Part]]]:
-    """By rank of a mesh, the state of the blocks that it owns; `together`: where that of all is."""
+    """Per rank, the state of blocks it owns."""
     found: list[dict[Key, list[Part]]] = [{key: [] for key in shapes} for _ in range(ranks)]
     for piece, spans in together.parts.items():
         for key, whole in spans.items():
@@ -417,7 +417,7 @@ def _parts_of_owners(
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:
-    """Per parameter the ranks that own a piece which the others lack; none: all have all."""
+    """Per parameter, ranks that own a piece."""
     owners: list[set[int]] = [set() for _ in plan.params]
     for bucket in plan.buckets:
         for rank, segment in enumerate(() if bucket.replicated else bucket.segments):

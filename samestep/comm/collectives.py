@@ -1,4 +1,4 @@
-"""Collectives on segments: a buffer in which every rank owns one stretch.
+"""Collectives on segments: buffers of which every rank owns a range.
 
 Each returns a `Pending`, which keeps its buffers alive until it was waited for.
 Segments may differ in length and may be empty. In a group of one rank nothing travels, and the
@@ -50,7 +50,7 @@ S = TypeVar("S")
 
 
 class Chained(Pending[T], Generic[S, T]):
-    """A collective, and another one of what it gives.
+    """A collective followed by another on its result.
 
     Where the host waits, the second is launched by `advance`, or when somebody waits for it. A GPU
     waits on `stream`, beside what it computes: there the second is launched at once.
@@ -87,7 +87,7 @@ class Chained(Pending[T], Generic[S, T]):
 def add_up(
     transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool = False
 ) -> Pending[Tensor]:
-    """Sum a buffer over all ranks the way that a plan says; each rank gets its part of the sum."""
+    """Sum a buffer over ranks by plan; each rank gets its segment."""
     if transfer.traffic is Traffic.ALL_REDUCE:
         return total(transfer.name, buffer, group)
     assert transfer.sizes is not None
@@ -120,7 +120,7 @@ def _add_up_in_two(
 
 
 def _beside(group: RankGroup, device: torch.device) -> torch.cuda.Stream | None:
-    """A stream on which collectives are waited for; None: the host does."""
+    """Stream on which collectives are awaited; None: the host waits."""
     return _stream(device) if is_nccl(group, device) else None
 
 
@@ -223,7 +223,7 @@ def _reduced(transfer: Transfer, buffer: Tensor, group: RankGroup) -> Pending[Te
 
 
 class Gathered(NamedTuple):
-    """A stretch of a buffer that has all segments but this rank's own, from `start` on.
+    """A buffer with the segments of all other ranks.
 
     Own elements may be in it or not; if they are, they are not valid.
     """
@@ -235,7 +235,7 @@ class Gathered(NamedTuple):
 def gather_segments(
     name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[list[Tensor]]:
-    """Give everyone the segments of all ranks."""
+    """Gather the segments of all ranks on all."""
     if group.size == 1:
         return Pending(None, (segment,), lambda: [segment])
     if segment.dtype == torch.int16:  # which no backend sends: as bytes
@@ -331,7 +331,7 @@ def is_nccl(group: RankGroup, device: torch.device) -> bool:
 
 
 def _others(sizes: Sequence[int], rank: int) -> tuple[slice, list[int]]:
-    """The least stretch that has all other ranks' segments, and what of each rank is in it."""
+    """Smallest range with all other ranks' segments."""
     inside = list(sizes)
     if rank == 0:
         inside[0] = 0
@@ -355,7 +355,7 @@ def total(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
 
 
 def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
-    """The values that the first rank of the group has, in place."""
+    """Broadcast rank 0's values in place."""
     call = partial(dist.broadcast, tensor, src=group.members[0])
     return _in_place(Traffic.BROADCAST, name, tensor, group, call)
 
@@ -386,7 +386,7 @@ def _sent(
     buffers: tuple[Tensor, ...],
     result: Callable[[], T],
 ) -> Pending[T]:
-    """Launch a collective of torch, all of whose arguments but the usual two `call` has."""
+    """Launch a collective of torch.distributed."""
     launch = partial(call, group=group.handle, async_op=True)
     return Pending(_launch(transfer, group, buffers[0].device, launch), buffers, result)
 
@@ -394,7 +394,7 @@ def _sent(
 def _launch(
     transfer: Transfer, group: RankGroup, device: torch.device, call: Callable[[], dist.Work | None]
 ) -> Flight:
-    """Every collective passes here."""
+    """Launch a collective; all of them pass here."""
     watched = watch.of(group.handle) if device.type == "cuda" else None
     operation = None if watched is None else watched(transfer, group.members)
     recording = recorder.current

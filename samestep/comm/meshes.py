@@ -1,4 +1,4 @@
-"""DTensors: their boxes, and the ranks of their mesh as one group."""
+"""Boxes of DTensors, and process groups of their meshes."""
 
 from collections.abc import Sequence
 from math import prod
@@ -74,7 +74,7 @@ def place_here(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
-    """The boxes of a mesh's ranks; raises ValueError for a placement that is not supported."""
+    """Boxes of all ranks of a mesh; raises for unsupported placements."""
     mesh = tensor.device_mesh
     cuts = [_cut(placement) for placement in tensor.placements]
     shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
@@ -135,7 +135,7 @@ def box_in_forward(tensor: DTensor) -> Box:
 
 
 def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
-    """The box that this rank would hold if some axes of the mesh cut nothing."""
+    """Box of this rank if some mesh axes did not shard."""
     mesh = tensor.device_mesh
     cuts = [
         Cut() if axis in axes else _cut(placement)
@@ -174,7 +174,7 @@ def gather_shards(
 
 
 def _cut(placement: object) -> Cut:
-    """A placement as data. A strided shard is a private class of torch, known by its name."""
+    """A placement as data."""
     name = type(placement).__name__
     if name == "Replicate":
         return Cut()

@@ -69,7 +69,7 @@ class RankProblemError(RuntimeError):
 
 
 class Intent(Protocol):
-    """The intent of a rank with parameters that others hold too: the same on all of them."""
+    """A rank's step as other ranks must have it: hyperparameters and calls."""
 
     @property
     def digest(self) -> int:
@@ -78,7 +78,7 @@ class Intent(Protocol):
 
     @property
     def on_device(self) -> Sequence[Tensor]:
-        """Numbers that the host does not know, 0-D."""
+        """Scalars on the device, 0-D."""
         ...
 
     def lines(self, on_device: Sequence[float] | None = None) -> list[str]:
@@ -87,7 +87,7 @@ class Intent(Protocol):
 
 
 class Call(NamedTuple):
-    """A call that all ranks make together, as what a rank is about to do."""
+    """A collective call, as a rank announces it."""
 
     name: str
 
@@ -104,7 +104,7 @@ class Call(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """The votes of all ranks in a step, on their way from a GPU to the host."""
+    """Votes of all ranks on their way to the host."""
 
     votes: Tensor
     passed: torch.cuda.Event
@@ -113,7 +113,7 @@ class _Said(NamedTuple):
 
 
 class AllSwapped(Exception):  # noqa: N818 - it is no error
-    """Every rank has other parameters in its groups than it had."""
+    """Raised if every rank has replaced parameters."""
 
 
 def _problem_of(
@@ -161,7 +161,7 @@ def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Rank
 
 
 def _codes_of(problem: RankFailure | None, rank: int, names: Sequence[str] = ()) -> tuple[int, int]:
-    """A problem as two numbers; of those of several ranks the largest are told.
+    """An error as two numbers to send.
 
     The first is 0 on a rank whose parameters were swapped, the second on one without a problem.
     What was heard of another rank is told as that rank's.
@@ -210,7 +210,7 @@ def any_problem(
     device: torch.device | None = None,
     call: "Call | None" = None,
 ) -> RankFailure | None:
-    """This rank's problem, or that another rank of the group has one; waits for them.
+    """Whether a rank of the group has an error; waits.
 
     call: what they are about to do; None: a step.
     """
@@ -227,7 +227,7 @@ def any_problem(
 
 
 class Drops(NamedTuple):
-    """By parameter whether sums have gradients of a rank that were dropped, or that count.
+    """Per parameter, whether reduced gradients were dropped.
 
     again: some came since, after their bucket was reduced.
     """
@@ -238,7 +238,7 @@ class Drops(NamedTuple):
 
 
 class PresenceAgreement:
-    """The answers of all ranks, step after step."""
+    """Agreement of all ranks on which gradients exist."""
 
     def __init__(
         self,
@@ -452,7 +452,7 @@ class PresenceAgreement:
     def _read(
         self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, late: bool
     ) -> None:
-        """The votes about copies, and the codes of problems, of drops and of what ranks will do."""
+        """Decode votes and codes."""
         other, code, dropped, intact, digest, inverse = said[-_CODES:].tolist()
         self.dropped = False
         self.flagged, code = bool(code & 1), code >> 1

@@ -1,4 +1,4 @@
-"""Groups that are not what plans were made for, and how plans follow.
+"""Follows parameters that were replaced after the optimizer was built.
 
 Plans may have been put off until the first step. A wrapper that shards a model puts other
 parameters into the groups and tells nobody: they are noticed where groups are looked at, before a
@@ -75,7 +75,7 @@ class Adoption:
         return None
 
     def _look_around(self, groups: Sequence[Group]) -> None:
-        """Raise before anything changes if the list of groups, or the model, is not what it was.
+        """Raise if the list of groups or the model has changed.
 
         A look at the model is long beside a step: it is taken before the 1st, 2nd, 4th, ... step.
         """
@@ -105,7 +105,7 @@ class Adoption:
 
     @torch.no_grad()
     def adopted(self, groups: Sequence[Group], state: States) -> bool:
-        """Take in parameters that a wrapper has put in the places of others; False: there are none.
+        """Adopt parameters that a wrapper has replaced; returns False if there are none.
 
         Plans and state are made anew, and state that is not zero is brought over. Collective.
         """
@@ -131,7 +131,7 @@ class Adoption:
     def _hear_of_swap(
         self, swapped: Mapping[Tensor, Tensor], groups: Sequence[Group], state: States
     ) -> None:
-        """Raise on every rank unless parameters were swapped on all of them.
+        """Raise on every rank unless all ranks replaced parameters.
 
         Told as a problem of a step with those before: ranks without a swap are in such a step, or
         come to one.
@@ -145,7 +145,7 @@ class Adoption:
             self._runner.run(before, state, problem)
 
     def adopt(self, model: nn.Module, groups: Sequence[Group], state: States) -> bool:
-        """Put the parameters of a model in the places of those that groups have, by their names.
+        """Replace parameters in groups by those of a model with the same names.
 
         Gives whether plans were made anew. On an error of any rank nothing has changed. Collective.
         """

@@ -1,4 +1,4 @@
-"""The register of assumptions: what an optimizer takes for granted of the world around it.
+"""Assumptions of an optimizer about ranks and model, checked and printed by `explain()`.
 
 One list. Each entry says in a sentence what is assumed, which function checks it, when that
 runs and what it costs; and for an optimizer at hand whether it concerns that, and how.
@@ -28,7 +28,7 @@ WIDTH = 100
 
 
 class ModelFacts(NamedTuple):
-    """All that an optimizer knows of its run; entries of the register read nothing else."""
+    """Everything the checks of assumptions may read."""
 
     kind: str  # name of its class
     plan: OptimizerPlan
@@ -42,7 +42,7 @@ Here = Callable[[ModelFacts], str | None]
 
 @dataclass(frozen=True)
 class Assumption:
-    """Something that must be true for every rank to take the same step.
+    """A condition for all ranks to take the same step.
 
     name: short, unique.
     taken_for_granted: a sentence.
@@ -119,7 +119,7 @@ def _averages_here(facts: ModelFacts) -> bool:
 
 
 def _who_averages(facts: ModelFacts) -> str | None:
-    """The party that averages the gradients of each parameter's copies."""
+    """Which ranks average the gradients of each parameter's copies."""
     found = []
     for plan in facts.plan.shared:
         what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
@@ -189,7 +189,7 @@ def _compared_copies(facts: ModelFacts) -> str | None:
 
 
 def _outside_of_meshes(facts: ModelFacts) -> str | None:
-    """DTensors on meshes that leave out some of the ranks."""
+    """DTensors whose meshes leave out ranks."""
     if facts.plan.ranks is None:
         return None
     found = [
@@ -223,7 +223,7 @@ def _on_their_way(facts: ModelFacts) -> str | None:
 
 
 def _narrow_sums(facts: ModelFacts) -> str | None:
-    """Gradients that travel in float16."""
+    """Gradients that are reduced in float16."""
     if not _averages_here(facts):
         return None
     asked = facts.plan.distribution.reduce_dtype
@@ -282,7 +282,7 @@ def _other_ranks(facts: ModelFacts) -> str | None:
 
 
 def _fused_and_cut(facts: ModelFacts) -> str | None:
-    """Weights of several blocks whose rows are cut by more than FSDP2."""
+    """Fused weights whose rows are sharded by more than FSDP2."""
     by_fsdp = _managed_by_fsdp(facts)
     found = [
         name
@@ -306,13 +306,13 @@ def _managed_by_fsdp(facts: ModelFacts) -> set[int]:
 
 
 def _row_cuts(param: Tensor) -> int:
-    """Over how many axes of its mesh the rows are cut."""
+    """Number of mesh axes that shard the rows."""
     placements = getattr(param, "placements", ())
     return sum(getattr(placement, "dim", None) == 0 for placement in placements)
 
 
 def _alone(facts: ModelFacts) -> str | None:
-    """A line for an optimizer that knows of this process only, and has gradients to average."""
+    """A line for an optimizer without a process group."""
     if (
         facts.plan.ranks is not None
         or facts.plan.sharded
@@ -333,7 +333,7 @@ def _narrow(facts: ModelFacts) -> str | None:
 
 
 def _remainders(facts: ModelFacts) -> str | None:
-    """Parameters that are the upper halves of their own master copies."""
+    """Parameters whose main parameters are stored as remainders."""
     kept = [
         param
         for group in facts.groups

@@ -1,4 +1,4 @@
-"""Whole parameters, gradients and state, wherever their pieces are: for looking and for editing."""
+"""Whole parameters, gradients and state by name, to read and to write."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class FullValues:
             self._put_state(name, own, whole)
 
     def _wide(self, name: str, key: str, value: Tensor, shape: torch.Size) -> Tensor:
-        """The first rank's, in 32 bits."""
+        """Rank 0's value in fp32 or wider."""
         param = self.param(name)
         wide = _checked(f"{key} of {name}", value, shape).to(param.device, torch.float32)
         wide = wide.contiguous().clone()
@@ -127,7 +127,7 @@ class FullValues:
         self.shards_of(param).put_gradient(param, value)
 
     def gradient_from_first(self, name: str, value: Tensor) -> Tensor:
-        """The first rank's, checked, before anything is reduced."""
+        """Rank 0's gradient, after checks."""
         param = self.param(name)
         value = _checked(f"gradient of {name}", value, param.shape)
         value = value.to(param.device, math_dtype(param)).contiguous().clone()
@@ -179,7 +179,7 @@ class FullValues:
 
 
 def _bundles(params: Iterable[Tensor], at_once: int) -> Iterator[list[Tensor]]:
-    """Parameters in order, as many together as have so many elements."""
+    """Group parameters into chunks of about this many elements."""
     some: list[Tensor] = []
     for param in params:
         if some and sum(one.numel() for one in some) + param.numel() > at_once:

@@ -1,4 +1,4 @@
-"""Loading optimizer state: checked first, kept in its own dtype, by name where names exist."""
+"""Loads optimizer state: checks it, keeps its dtypes, and matches by name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -47,7 +47,7 @@ GATHERED_ON = "gathered on"  # in a part: it is empty, and that rank has all of 
 
 
 class _Hidden:
-    """State that torch's loading passes on as it is, since it looks like no tensor."""
+    """Wrapper that hides tensors from the casts of torch's loading."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.state = state
@@ -114,7 +114,7 @@ def load_state(
 
 
 def with_plain_options(state_dict: StateDict) -> StateDict:
-    """A state dict whose groups say in one line of text how state is kept, if they say it.
+    """A state dict whose options of formats are text.
 
     Nothing reads it, as state that is loaded tells its formats itself. torch's own API for state
     dicts sends options between ranks, and knows neither dtypes nor mappings that only some have.
@@ -142,7 +142,7 @@ def shapes_of_whole_state(
 
 
 def filled_by(whole: Mapping[str, Tensor], state: State) -> set[str]:
-    """The keys of state that a whole entry fills: one form of a master copy makes the other."""
+    """State keys that a saved entry provides."""
     keys = set(whole)
     return keys | (state.keys() & set(MASTERS)) if keys & set(MASTERS) else keys
 
@@ -150,7 +150,7 @@ def filled_by(whole: Mapping[str, Tensor], state: State) -> set[str]:
 def stored_of(
     groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
 ) -> dict[Tensor, StoredTensors]:
-    """The formats in which the state of each parameter is kept."""
+    """Formats of each parameter's state."""
     return {
         param: stored_tensors(rule_of(group), param, blocks[param], group, master_weights)
         for group in groups
@@ -218,7 +218,7 @@ def _whole(saved: Mapping[str, Any], state: State, device: torch.device) -> Stat
 
 @torch.no_grad()
 def _fill(param: Tensor, state: State, saved: Mapping[str, Any]) -> None:
-    """Copy a saved entry; without one (saved before its first step) start afresh."""
+    """Copy a saved entry, or start afresh without one."""
     for key, tensor in state.items():
         other = other_master(key)
         if key in saved:
@@ -274,7 +274,7 @@ def _checked(
 
 
 def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
-    """The saved ids of the group's parameters: matched by name if both have names."""
+    """Saved ids in the order of the group, matched by name where possible."""
     ids: list[Any] = saved["params"]
     names, saved_names = group.get("param_names"), saved.get("param_names")
     if names is not None and saved_names is not None and len(saved_names) == len(ids):
@@ -301,7 +301,7 @@ def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
 
 
 def _merged(index: int, group: Group, saved: Group) -> Group:
-    """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
+    """Present hyperparameters overwritten by saved ones; raises if shapes of state would change."""
     own = ("fused", "state_dtypes")  # how a step is computed and kept is not the file's business
     saved = own_spelling(without_keys_for_torchs_muon(saved))
     saved = {key: value for key, value in saved.items() if key not in own}
@@ -329,7 +329,7 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
 def _in_formats(
     entry: Mapping[str, Any], stored: StoredTensors, shapes: Mapping[str, Shape]
 ) -> Mapping[str, Any]:
-    """A saved entry as state is kept here; of DTensors each rank converts what it plan."""
+    """Convert a saved entry to the present formats."""
     tensors = {key: torch.as_tensor(value) for key, value in entry.items()}
     local = {key: local_of(tensor) for key, tensor in tensors.items()}
     made = as_stored(local, stored, shapes)

@@ -1,4 +1,4 @@
-"""The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
+"""The public optimizers: they turn arguments into parameter groups."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
@@ -453,7 +453,7 @@ class AdamW(RuleOptimizer):
 
 
 def _refuse_one_rate(preset: str | None) -> None:
-    """Recipes whose rules have rates of different size: one for both is in the units of neither."""
+    """Raise for a single `lr` with a preset whose rules need different ones."""
     if preset is None:
         return
     muon, adamw = (preset_options(preset, rule)["lr"] for rule in ("muon", "adamw"))
@@ -467,7 +467,7 @@ def _refuse_one_rate(preset: str | None) -> None:
 
 
 def _tell_of_convolutions(preset: str | None, groups: Sequence[Group]) -> None:
-    """Warn where an original scales by the kernel, and we by the matrix that a convolution is."""
+    """Warn for presets whose original treats convolutions differently."""
     if preset not in KERNEL_SCALED:
         return
     for index, group in enumerate(groups):
@@ -493,7 +493,7 @@ def _roles(no_decay: str | Collection[str]) -> tuple[str, ...]:
 
 
 def _listed(params: Params) -> Params:
-    """Parameters that can be looked at more than once."""
+    """Parameters as a list."""
     if not isinstance(params, nn.Module | Iterable) or isinstance(params, str | bytes | Mapping):
         raise TypeError(
             "params must be a model, parameters, (name, parameter) pairs or a list of group dicts, "
@@ -510,14 +510,14 @@ def _listed(params: Params) -> Params:
 
 
 def _has_iterator(item: Any) -> bool:
-    """Whether it is a group dict whose parameters can be looked at once: `model.parameters()`."""
+    """Whether a group dict holds an iterator, which can be read only once."""
     return isinstance(item, Mapping) and isinstance(item.get("params"), Iterator)
 
 
 def _sorted_out(
     params: Params, given: Mapping[str, Any], known: type, of: type
 ) -> tuple[StepOptions, Distribution, Group]:
-    """Keywords by what they concern: steps, ranks, and the rest, which is the rules'.
+    """Split keywords into options of steps, of ranks and of rules.
 
     `known`: the keywords that `of`, an optimizer, takes beside those it spells out.
     """
@@ -538,7 +538,7 @@ def _sorted_out(
 
 
 def _with_names(params: Params) -> tuple[Params, Routable | None]:
-    """The parameters, and those of a model or of (name, parameter) pairs ready to be routed."""
+    """Parameters, and their names where a model or pairs were given."""
     if isinstance(params, nn.Module):
         return params, routable(params)
     if isinstance(params, Tensor):
@@ -564,7 +564,7 @@ def _routed(
     known: Mapping[str, Group],
     no_decay: Collection[str],
 ) -> tuple[list[Group], dict[str, str]]:
-    """Groups for named parameters, and why each is where it is.
+    """Groups for named parameters, with reasons.
 
     The keyword `split_sizes` moves from the rule to its members; `known` is what a recipe says.
     """

@@ -1,4 +1,4 @@
-"""The squares of gradients summed before anything else of a step.
+"""Sums squares of gradients on the device while the host prepares the step.
 
 The host looks at groups, options and state before every step, for half a millisecond and more. The
 norm needs nothing of that: so a GPU has work meanwhile. Nothing is changed by it, and a step that
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NormAhead:
-    """The sum of one step's gradients, at an address that stays: a recorded step reads it there."""
+    """The sum of squares of a step, at a fixed address for CUDA graphs."""
 
     def __init__(self) -> None:
         self._grads: list[Tensor] = []  # of the step that runs
@@ -34,7 +34,7 @@ class NormAhead:
 
     @contextmanager
     def started(self, groups: Sequence[Group], *, as_graph: bool) -> Iterator[None]:
-        """Inside, the sum of all gradients of the groups is known, where a kernel can sum them.
+        """Context in which the sum is computed, where a kernel supports it.
 
         as_graph: gradients that are where they were before are summed by a CUDA graph.
         """
@@ -77,13 +77,13 @@ class NormAhead:
         self._square.copy_(self._sum.run())
 
     def sum_of(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """The sum of squares of these very gradients, (); None: it was not begun."""
+        """Sum of squares, (); None if it was not started."""
         known = self._grads
         same = len(known) == len(grads) > 0 and all(map(operator.is_, grads, known))
         return self._square if same else None
 
 
 def _are_plain(grads: list[Tensor]) -> bool:
-    """No DTensors, no sparse ones; at least one."""
+    """Whether all gradients are dense and no DTensors."""
     types, layouts = {type(grad) for grad in grads}, {grad.layout for grad in grads}
     return types == {Tensor} and layouts == {torch.strided}

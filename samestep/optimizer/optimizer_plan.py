@@ -1,4 +1,4 @@
-"""The plan of an optimizer: its ranks, the blocks of its parameters, its plans.
+"""Ranks, blocks and placements of an optimizer.
 
 `RuleOptimizer` has what users ask for; here is what was decided for the groups at hand, and how it
 follows when parameters come later or are swapped. Groups and state stay with the optimizer, as
@@ -137,7 +137,7 @@ class OptimizerPlan:
         self._line_up()
 
     def _line_up(self) -> None:
-        """Put placements into the order in which a step runs them, and see who takes part."""
+        """Sort placements in the order of the step."""
         self.placements = list(self.placed)
         if self.ranks is None or not self.placed:
             self.placements.append(self.local)
@@ -148,7 +148,7 @@ class OptimizerPlan:
         self.participants = self._all_participants()
 
     def _all_participants(self) -> RankGroup | None:
-        """All ranks that take part, where no placement has all of them; None: not needed.
+        """All ranks that take part, if no placement has them all.
 
         Without those of other stages, which hear of it over `stage_group`.
         """
@@ -200,7 +200,7 @@ class OptimizerPlan:
             )
 
     def unplan(self, index: int, params: Iterable[Tensor]) -> None:
-        """A group is not added after all."""
+        """Undo the addition of a group."""
         params = list(params)
         self.checks.forget(index, params)
         self.reductions.pop(index, None)
@@ -208,7 +208,7 @@ class OptimizerPlan:
             self.blocks.pop(param, None)
 
     def share(self, indices: Iterable[int], groups: Sequence[Group], state: States) -> None:
-        """Plan how ranks share the parameters of some groups, and make their state."""
+        """Plan the sharding of some groups, and create their state."""
         wanted = list(indices)
         self._compare_kinds(groups, wanted)
         self._look_for_stages(groups)
@@ -245,7 +245,7 @@ class OptimizerPlan:
                 refuse_kinds_of_some_ranks(named, ranks)
 
     def shared_memory(self, groups: Sequence[Group]) -> str | None:
-        """The reason why parameters cannot be updated, if two of them lie in the same memory."""
+        """Error text if two parameters share memory."""
         named = [(name, param) for _, name, param in members(groups)]
         problem = in_several_places(named)
         if problem is not None:
@@ -274,7 +274,7 @@ class OptimizerPlan:
         )
 
     def _look_for_stages(self, groups: Sequence[Group]) -> None:
-        """Raise if this is one of several pipeline stages, and the optimizer takes it for all."""
+        """Raise if the model is one of several pipeline stages without process_group."""
         if self.distribution.stage_group is not None or not has_process_group():
             return
         self.refuse_unnamed_stages(groups)
@@ -287,7 +287,7 @@ class OptimizerPlan:
             self.refuse_norm_of_a_part(limit_text(self._steps.max_grad_norm))
 
     def refuse_unnamed_stages(self, groups: Sequence[Group]) -> None:
-        """Raise if torch's pipelining has other stages of this model, and nobody has said so."""
+        """Raise if torch pipelining has other stages of the model and no stage_group was given."""
         if self.distribution.stage_group is not None or not has_process_group():
             return
         alone = self.distribution.process_group is not None
@@ -304,7 +304,7 @@ class OptimizerPlan:
         )
 
     def refuse_norm_of_a_part(self, what: str) -> None:
-        """Raise if a norm of this optimizer's gradients may not be that of the whole model."""
+        """Raise if the gradient norm would leave out other stages."""
         if self._leaves_out is not None:
             raise ValueError(
                 f"{what} needs the norm of the whole model, and {self._leaves_out}. "
@@ -323,7 +323,7 @@ class OptimizerPlan:
             self.local.make_missing_state(groups, state)
 
     def settle(self, groups: Sequence[Group], state: States) -> None:
-        """Make the plans and the state that were put off, for the parameters of now. Collective."""
+        """Make deferred plans and state. Collective."""
         own = {index: reduction.ranks.handle for index, reduction in self.reductions.items()}
         of_groups = [
             {"params": group.get("params"), "process_group": own.get(index)}
@@ -343,7 +343,7 @@ class OptimizerPlan:
             self.refuse_cuda_graph()
 
     def refuse_cuda_graph(self) -> None:
-        """Raise where a step cannot be one graph."""
+        """Raise if a step cannot be a CUDA graph."""
         if self._steps.cuda_graph and (self.ranks is not None or self.placed):
             raise ValueError(
                 "cuda_graph=True works in one process only, because what ranks send "
@@ -351,7 +351,7 @@ class OptimizerPlan:
             )
 
     def refuse_lost_gradients(self) -> None:
-        """Raise if plans have gradients that are nowhere else: new plans would not."""
+        """Raise if new plans would lose reduced gradients."""
         for placement in self.shared:
             name = placement.reductions.sent.only_here()
             if name is not None:
@@ -366,7 +366,7 @@ class OptimizerPlan:
     def follow(
         self, swapped: Mapping[Tensor, Tensor], groups: Sequence[Group], state: States
     ) -> None:
-        """Make plans and state anew for parameters that have taken the places of others.
+        """Plan again for replaced parameters.
 
         `swapped`: the new one of each. State that is not zero is brought over. Collective.
         """
@@ -384,7 +384,7 @@ class OptimizerPlan:
             self.put_whole(named[name], state[named[name]], own)
 
     def _has_state(self, state: States) -> bool:
-        """Whether any rank has state that is not as it was made. Collective."""
+        """Whether any rank has state from steps. Collective."""
         here = has_state(state)
         if self.ranks is None:
             return here
@@ -394,7 +394,7 @@ class OptimizerPlan:
 
     @torch.no_grad()
     def put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
-        """Take out of a parameter's whole state what belongs here."""
+        """Copy local parts out of a parameter's whole state."""
         holder = next((placed for placed in self.placements if placed.holds(param)), None)
         for key in whole:
             assert holder is not None
@@ -411,37 +411,37 @@ class OptimizerPlan:
             into.copy_(from_other_master(own, local_of(values), local_of(lie_alike[own])))
 
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
-        """Take parameters for their master copies: those whose state is given."""
+        """Set main parameters from parameters."""
         for placement in self.placements:
             placement.values.refresh_masters(state)
 
     # --- who has what ------------------------------------------------------------------------
 
     def counts_in_norm(self, ranks: RankGroup | None) -> bool:
-        """Whether this stage counts what these ranks hold: of stages that all do, the first."""
+        """Whether this stage counts a tied parameter in the norm."""
         if ranks is None or self.stages is None:
             return True
         holders = [rank for rank in self.stages.members if rank in ranks.members]
         return holders[:1] in ([], [self.stages.members[self.stages.rank]])
 
     def who_works_on(self, param: Tensor) -> tuple[str, str]:
-        """The parties that average a parameter's gradients, and update it, in words."""
+        """Which ranks average and update a parameter, as text."""
         held = next((placed for placed in self.placed if placed.holds(param)), Placement())
         return held.averaged_by(param), held.updated_by(param)
 
     @property
     def shared(self) -> tuple[ReplicatedShards, ...]:
-        """The placements of copies, plan by plan; none in one process."""
+        """Placements of replicated parameters."""
         return tuple(p for p in self.placed if isinstance(p, ReplicatedShards))
 
     @property
     def sharded(self) -> "tuple[ShardedParameters, ...]":
-        """DTensors, mesh by mesh."""
+        """Placements of DTensors."""
         held = [p for p in self.placed if p.holds_parts and kind_of(p.params[0]).name == "dtensor"]
         return cast("tuple[ShardedParameters, ...]", tuple(held))
 
     def part(self) -> dict[str, Any] | None:
-        """The part of the whole state that this rank has; None: all of it, as every other rank."""
+        """Which part of the state this rank has; None: all."""
         if self.ranks is None or not self.placed:
             return None
         keeps_all = all(placed.values.keeps_all for placed in self.placed)
@@ -450,7 +450,7 @@ class OptimizerPlan:
         return {"rank": self.ranks.rank, "ranks": self.ranks.size, "plan": self.fingerprint()}
 
     def are_alike(self) -> bool:
-        """Whether a name means the same parameter on all ranks; experts are others on each."""
+        """Whether a name means the same parameter on all ranks."""
         members = None if self.ranks is None else self.ranks.members
         return self.stages is None and all(
             p.held_by is not None and p.held_by.members == members
@@ -459,7 +459,7 @@ class OptimizerPlan:
         )
 
     def fingerprint(self) -> str:
-        """A digest of who owns and sends what; "" in one process."""
+        """Digest of the plan; "" in one process."""
         if not self.placed:
             return ""
         text = "\n".join(line for placement in self.placed for line in placement.lines())
@@ -480,7 +480,7 @@ def _refuse_copies_as_stages(stages: RankGroup, ranks: RankGroup | None) -> None
 def ranks_outside(
     groups: Sequence[Group], ranks: RankGroup | None, outer: RankGroup | None
 ) -> str | None:
-    """Ranks of the world that neither share these parameters nor have other parts of them.
+    """Ranks that hold neither these parameters nor other shards of them.
 
     Told as what may be missing in a norm; None: there are none. Ranks are taken to lie in a grid,
     of which process groups and meshes of DTensors are axes. Nothing travels.
@@ -503,7 +503,7 @@ def ranks_outside(
 
 
 def parameters_elsewhere(groups: Sequence[Group], ranks: RankGroup) -> str | None:
-    """Whether ranks hold DTensors of other names or shapes, told as what is missing in a norm.
+    """Text on DTensors that other ranks hold and this one does not.
 
     Collective, unless a mesh has all ranks: then nothing travels.
     """
@@ -573,19 +573,19 @@ def _tensors_of(params: Any) -> Iterator[Tensor]:
 
 
 def groups_before(swapped: Mapping[Tensor, Tensor], groups: Sequence[Group]) -> list[Group]:
-    """The groups with the parameters that others have taken the places of."""
+    """Groups with the parameters before they were replaced."""
     old_of = {new: old for old, new in swapped.items()}
     return [{**group, "params": [old_of[param] for param in group["params"]]} for group in groups]
 
 
 def has_state(state: Mapping[Tensor, State]) -> bool:
-    """Whether any state here is not as it was made."""
+    """Whether any state differs from its initial value."""
     tensors = (t for own in state.values() for key, t in own.items() if key != MASTER)
     return any(bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors)
 
 
 def _refuse_offload(steps: StepOptions, distribution: Distribution) -> None:
-    """Raise for what does not go with state that comes and goes in a step."""
+    """Raise for options that cannot be combined with offload."""
     for keyword in ("cuda_graph", "compile"):
         if distribution.offload is not None and getattr(steps, keyword):
             raise ValueError(

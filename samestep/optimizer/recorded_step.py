@@ -26,7 +26,7 @@ SHARE = 1 / 25  # of the device's memory, which a graph that nobody asked for ma
 
 
 class StepShape(NamedTuple):
-    """All that a recorded graph depends on."""
+    """Everything a recorded CUDA graph depends on."""
 
     groups: tuple[KnownGroup, ...]  # parameters and state: the same objects until one is replaced
     options: tuple[tuple[Mapping[str, Any], bool], ...]  # of each group, and `maximize`
@@ -37,7 +37,7 @@ class StepShape(NamedTuple):
 
 
 class RecordedStep:
-    """Runs the first step of a shape, which compiles kernels; records the second; then replays."""
+    """Runs the first step of a shape eagerly, records the second, and replays it."""
 
     def __init__(self, *, asked_for: bool) -> None:
         self._asked_for = asked_for
@@ -51,7 +51,7 @@ class RecordedStep:
         self._recordings = 0
 
     def own_scale(self, scale: Tensor) -> Tensor:
-        """The scale of a GradScaler at an address that stays."""
+        """A GradScaler's scale at a fixed address."""
         if self._scale is None:
             self._scale = scale.clone()
         return self._scale.copy_(scale, non_blocking=True)
@@ -65,7 +65,7 @@ class RecordedStep:
         plans: Mapping[object, KernelPlan],
         execute: Callable[[], StepNumbers],
     ) -> StepNumbers:
-        """One step; where it is replayed its numbers are in the same tensors every time."""
+        """Run one step."""
         all_grads = [param.grad for group in groups for param in group.params]
         options = tuple((math.options, math.maximize) for math in maths)
         shapes = [None if g is None else (g.dtype, g.is_contiguous()) for g in all_grads]
@@ -114,7 +114,7 @@ class RecordedStep:
 
 
 def _refuse(shape: StepShape, maths: Sequence[GroupMath]) -> None:
-    """Raise, before anything changes, where a graph would do something else than a step."""
+    """Raise where a graph would differ from a step."""
     devices = sorted(map(str, _devices(shape)))
     if len(devices) > 1:
         raise RuntimeError(
@@ -141,7 +141,7 @@ def _reason_against(group: KnownGroup, math: GroupMath) -> str | None:
 
 
 class Slots:
-    """Places on the device for the addresses that a graph reads: of gradients, and inside them."""
+    """Fixed device memory for addresses that a graph reads."""
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
         begins = [grad.data_ptr() for grad in grads]
@@ -171,7 +171,7 @@ class Slots:
         return self._room[begin:end].view(len(addresses), -1)
 
     def fill(self, begins: list[int]) -> None:
-        """Say where the gradients are now; nobody waits for it."""
+        """Write the gradients' present addresses."""
         if begins == self._filled:
             return
         self._filled = begins

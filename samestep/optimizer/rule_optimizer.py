@@ -1,4 +1,4 @@
-"""An optimizer: its construction, its groups and the call of a step.
+"""Base of all optimizers: construction, groups and steps.
 
 `step.py` runs the step; `state_access.py` has what users read and write between steps.
 """
@@ -121,7 +121,7 @@ class RuleOptimizer(StateAccess):
     def _compose(
         self, model: nn.Module | None, default_rule: str | None, *, as_built: bool = True
     ) -> None:
-        """Make the objects that work on the plan: the step, adoption and saved state."""
+        """Create the objects that run steps and saved state."""
         self._runner = StepRunner(self.plan, self._steps)
         self._adoption = Adoption(self.plan, self._runner, model, default_rule)
         self._saved = SavedState(self.plan, as_built=as_built)
@@ -138,7 +138,7 @@ class RuleOptimizer(StateAccess):
             self._saved.drop()
 
     def adopt(self, model: nn.Module) -> None:
-        """Take the parameters of `model` in the places of those that are here, by their names.
+        """Replace parameters by those of `model` with the same names.
 
         For a model that was sharded, wrapped or rebuilt after the optimizer was built
         (`fully_shard`, `to_empty`, `load_state_dict(assign=True)`). Shapes must agree; state and
@@ -231,7 +231,7 @@ class RuleOptimizer(StateAccess):
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:
-        """Groups that, one after the other, reach every rank with other data; () in one process."""
+        """Process groups that together reach every rank with other data."""
         return tuple(g for g in (self.plan.ranks, self.plan.outer) if g is not None)
 
     @property
@@ -326,7 +326,7 @@ class RuleOptimizer(StateAccess):
     def _run_step(
         self, closure: Callable[[], float] | None = None, inverse_scale: Tensor | None = None
     ) -> float | None:
-        """Look at groups and gradients, then run the operations of a step.
+        """Check groups and gradients, and run the step.
 
         inverse_scale: 1 / scale of a GradScaler.
         """
@@ -459,7 +459,7 @@ class RuleOptimizer(StateAccess):
 
 
 def built_together(init: Init) -> Init:
-    """A constructor whose errors on one rank are raised by all of them."""
+    """Make a constructor raise on all ranks if it fails on one."""
 
     @wraps(init)
     def build(self: Any, params: Params, *args: Any, **options: Any) -> None:
@@ -481,7 +481,7 @@ def built_together(init: Init) -> Init:
 def _outside_of_compilers(
     optimizer: RuleOptimizer, closure: Callable[[], float] | None
 ) -> float | None:
-    """The step, uncompiled: torch.compile stops before it, and goes on behind it."""
+    """Exclude the step from torch.compile."""
     disable: Any = torch.compiler.disable
     found: float | None = disable(optimizer._run_step)(closure)
     return found

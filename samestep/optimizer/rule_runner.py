@@ -1,4 +1,4 @@
-"""Rules run on what a step updates: group by group, device by device, in the execution of each.
+"""Runs rules on operands, by group and device.
 
 Kernels take what they can, where there are any; the rest is run as plain or compiled torch, or as
 one program of XLA (`rules.executions` has a line for each kind of device).
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ClipDecision(NamedTuple):
-    """The decision that the norm of a step has led to."""
+    """Result of the gradient norm: scale, and whether to skip the step."""
 
     factor: Tensor | None = None  # gradients are multiplied with it
     of_rules: Mapping[str, Tensor | None] = {}  # those of some rules with their own
@@ -65,17 +65,17 @@ class RuleRunner:
         self.forget_kernels()
 
     def forget_kernels(self) -> None:
-        """Parameters or their state were replaced, and lie elsewhere."""
+        """Drop kernel plans after tensors were replaced."""
         self.kernel_plans: dict[object, KernelPlan] = {}  # by group and device
         self._prepared: set[tuple[tuple[int, int, int], ...]] = set()  # groups and their operands
 
     def begin(self, groups: Sequence[Group], placements: Sequence[Placement]) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._groups, self._placements = groups, placements
         self.decision, self._maths = ClipDecision(), {}
 
     def decide(self, decision: ClipDecision) -> None:
-        """Follow the decision that the norm of gradients has led to."""
+        """Use a clip decision in this step."""
         self.decision, self._maths = decision, {}
 
     def update(self, operation: Update) -> None:
@@ -101,7 +101,7 @@ class RuleRunner:
                         self._update_on(device, index, members)
 
     def _prepare(self, by_group: Mapping[int, list[Operand]]) -> None:
-        """Compile the kernels of groups that have not come together before the first one runs."""
+        """Compile kernels of new groups together."""
         signature = tuple((i, len(found), id(found[0].state)) for i, found in by_group.items())
         if signature in self._prepared:
             return
@@ -171,7 +171,7 @@ class RuleRunner:
         return found
 
     def _constant_keys(self, rule: Rule) -> tuple[str, ...]:
-        """The options that a rule reads as they are: no scalars, and nothing of the layout."""
+        """Option keys of a rule that are constants."""
         changing = rule.schedulable | LAYOUT_KEYS
         known = tuple(key for key in rule.defaults if key not in changing)
         self._known_keys[rule.name] = known

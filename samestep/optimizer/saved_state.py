@@ -1,4 +1,4 @@
-"""State dicts: the state of one process, or this rank's part of it.
+"""State dicts, whole or of one rank.
 
 Where ranks share the state, one of them cannot give all of it. The words for that are those of
 torch's ZeroRedundancyOptimizer, which trainers know: all ranks call `consolidate_state_dict()`, and
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 26  # elements of parameters whose state is gathered together
 
 
 class LoadedState(NamedTuple):
-    """State as a state dict has it.
+    """State as given to load_state_dict.
 
     part: which part of the whole state it is, to be told in it; None: all of it.
     """
@@ -55,15 +55,15 @@ class SavedState:
         self._as_built = self.is_known = as_built
 
     def changes(self) -> None:
-        """Forget the state that was gathered: it has changed since."""
+        """Drop gathered state, which is out of date."""
         self._consolidated, self._as_built, self.is_known = None, False, False
 
     def drop(self) -> None:
-        """The state is that of other parameters now."""
+        """Drop everything for other parameters."""
         self._consolidated = None
 
     def given(self, groups: Sequence[Group], state: defaultdict[Tensor, State]) -> LoadedState:
-        """The state for `state_dict()` on this rank. Not collective."""
+        """This rank's state for `state_dict()`."""
         plan = self._plan
         part = plan.part()
         if part is None:
@@ -108,7 +108,7 @@ class SavedState:
         self.is_known = True
 
     def needs_no_plans(self, state_dict: StateDict) -> bool:
-        """Whether plans may be put off further: it was saved before a first step."""
+        """Whether a state dict has no state yet."""
         is_dict = isinstance(state_dict, Mapping)
         return self._plan.is_deferred and is_dict and not state_dict.get("state")
 
@@ -141,7 +141,7 @@ class SavedState:
 
 
 def _gathered(values: FullValues, *, keep: bool) -> dict[Tensor, State]:
-    """The whole state of all parameters, copied to the host; nothing unless this rank keeps it.
+    """Whole state on the host; empty on ranks that do not keep it.
 
     Collective. On a device there is never more of it than that of `AT_ONCE` elements, or of one
     parameter.
@@ -156,7 +156,7 @@ def _gathered(values: FullValues, *, keep: bool) -> dict[Tensor, State]:
 def _as_built(
     groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
 ) -> dict[Tensor, State]:
-    """The whole state before anything has happened to it, on the host: nobody has to be asked."""
+    """Initial whole state."""
     return {
         param: initial_state(
             rule_of(group), param.detach().to("cpu"), blocks[param], group, master_weights
@@ -167,7 +167,7 @@ def _as_built(
 
 
 def _rules_of_owners(groups: Iterable[Group]) -> list[str]:
-    """The rules of DTensors that have state for the owners of blocks alone."""
+    """Rules of DTensors with state only on owners of blocks."""
     return sorted(
         {
             group["rule"]
@@ -178,7 +178,7 @@ def _rules_of_owners(groups: Iterable[Group]) -> list[str]:
 
 
 def _refuse_owned(part: Mapping[str, Any], rules: Sequence[str]) -> RuntimeError:
-    """For a state dict that would have the state of some blocks only."""
+    """Error for state that only owners of blocks have."""
     return RuntimeError(
         f"rank {part['rank']} of {part['ranks']} has state of rule {', '.join(map(repr, rules))} "
         "for the blocks alone that it owns, and whoever saves what one rank gives loses the rest: "
@@ -189,7 +189,7 @@ def _refuse_owned(part: Mapping[str, Any], rules: Sequence[str]) -> RuntimeError
 
 
 def _refuse_part(part: Mapping[str, Any], kept: str, *, alike: bool) -> RuntimeError:
-    """For a state dict that would have one rank's part only."""
+    """Error for a state dict with only this rank's part."""
     has = (
         f"rank {part['rank']} of {part['ranks']} has a part of the optimizer's state ({kept}), and "
         "whoever saves what one rank gives loses the rest: "

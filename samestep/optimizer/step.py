@@ -79,7 +79,7 @@ class StepRunner:
         self.staging: Staging | None = None  # of state that stays on the host
 
     def norm_begun(self, groups: Sequence[Group], *, scaled: bool) -> AbstractContextManager[None]:
-        """Inside, the device sums up gradients while the host looks at groups: before `run`."""
+        """Context in which the device sums squares of gradients early."""
         plan = self._plan
         alone = plan.ranks is None and not plan.placed and plan.stages is None
         alone = alone and len(groups) == plan.group_count  # or nobody has looked at them yet
@@ -117,7 +117,7 @@ class StepRunner:
         problem: RankFailure | None,
         call: str | None = None,
     ) -> Iterator[None]:
-        """Operations of a step run inside; if they fail, all gradients are forgotten."""
+        """Context of a step, which drops gradients if it fails."""
         self._groups = groups
         self._placements = placements = self._plan.placements
         self._device: torch.device = groups[0]["params"][0].device
@@ -155,7 +155,7 @@ class StepRunner:
         max_norm: float,
         problem: RankFailure | None = None,
     ) -> Tensor:
-        """Average gradients before the step, and clip them; gives their joint norm before, ()."""
+        """Average and clip gradients before the step; returns their norm, ()."""
         self._plan.refuse_norm_of_a_part("clip_grad_norm_()")
         self._inverse_scale = None
         with self._begun(groups, state, problem, f"clip_grad_norm_({max_norm!r})"):
@@ -176,7 +176,7 @@ class StepRunner:
         return norm
 
     def _recording(self) -> "RecordedStep | None":
-        """The recorder of steps: asked for, or where recording is legal and pays."""
+        """The recorder of CUDA graphs, if steps are recorded."""
         alone = (
             self._plan.ranks is None and self._plan.stages is None and len(self._placements) == 1
         )
@@ -313,7 +313,7 @@ class StepRunner:
         return torch.stack(parts.wait()).sum(0)
 
     def _squares_here(self, placements: Sequence[Placement], rules: Sequence[str]) -> Tensor | None:
-        """This rank's summands of these sums; None: nothing."""
+        """This rank's sums of squares."""
         if not rules:
             grads = list(chain.from_iterable(p.gradients() for p in placements))
             square = self._norm_ahead.sum_of(grads)
@@ -331,17 +331,17 @@ class StepRunner:
         return found
 
     def _of_window(self, operation: OfWindow) -> None:
-        """State does not travel for a step that is skipped, once that is known."""
+        """Fetch or return a window, unless the step is skipped."""
         if not self.rules.decision.skip:
             self._placements[operation.window.bucket.placement].travel(operation)
 
     def _of_bucket(self, operation: OfBucket) -> None:
-        """Let the placement run it that has the bucket or chunk."""
+        """Run an operation in the placement of its bucket."""
         placement = self._placements[operation.bucket.placement]
         placement.run(operation, self.rules.math)
 
     def _of_chunk(self, operation: OfChunk) -> None:
-        """Blocks do not travel for a step that is skipped."""
+        """Run an operation on a chunk, unless the step is skipped."""
         if not self.rules.decision.skip:
             self._of_bucket(operation)
 
@@ -350,7 +350,7 @@ class StepRunner:
         self.rules.sizes.combine(self._plan.ranks, self._device, self._plan.groups_of_stages)
 
     def metrics(self, groups: int) -> dict[str, Tensor]:
-        """See `RuleOptimizer.metrics`."""
+        """Numbers of the last step."""
         found = {}
         if self.grad_norm is not None:
             # A graph writes the next one into the same tensor.
@@ -367,7 +367,7 @@ class StepRunner:
 
 
 def _anywhere(flag: bool, ranks: RankGroup) -> bool:
-    """Whether it is true on any rank; waits for them."""
+    """Whether a flag is set on any rank; waits."""
     return bool(maximum("not finite", torch.tensor([flag], dtype=torch.int64), ranks).wait())
 
 

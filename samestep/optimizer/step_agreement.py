@@ -27,7 +27,7 @@ from samestep.shards.placement import Placement
 
 
 class StepAgreement:
-    """The agreement of one step after the other, on the placements of an optimizer."""
+    """Agreement in each step, over all placements."""
 
     def __init__(self, plan: OptimizerPlan) -> None:
         self._plan = plan
@@ -40,7 +40,7 @@ class StepAgreement:
         inverse_scale: Tensor | None,
         call: str | None,
     ) -> None:
-        """Say to the ranks of each placement what this rank is about to do.
+        """Announce the step to the ranks of each placement.
 
         problem: Why this rank cannot do it. call: None for a step.
         """
@@ -85,7 +85,7 @@ class StepAgreement:
         return next((p._replace(param=None) for p in known if p is not None), None)
 
     def _hear_others(self) -> None:
-        """Raise if any rank has a problem: also one with other parameters, or of another stage.
+        """Raise if another rank has an error.
 
         All ranks of a placement know the same by now, and tell it. A GPU is not waited for: who has
         a problem raises it.
@@ -109,7 +109,7 @@ class StepAgreement:
     # --- calls between steps -----------------------------------------------------------------
 
     def together(self, name: str, only: Sequence[Placement] | None = None) -> JointCall:
-        """A call that all ranks of some placements make together, between steps.
+        """Make another call together, between steps.
 
         only: None: of all placements, so that ranks without any of these parameters hear of it too.
         """

@@ -1,4 +1,4 @@
-"""Chunks: blocks that are spread over ranks come together on their owners, and go back.
+"""Plans chunks: blocks sent to their owners together.
 
     shards of a block, on all ranks that hold some of it  ->  the block, on its owner  ->  shards
 
@@ -29,7 +29,7 @@ Key = tuple[int, int]  # a block: its parameter, and its number among the parame
 
 
 class PlannedBlock(NamedTuple):
-    """A block, its owners, and who holds what of it.
+    """A block with its owners and holders.
 
     box: where the block lies in its parameter.
     owners: the rank that orthogonalizes it, or all of them.
@@ -153,7 +153,7 @@ def chunk_of(
     wide: torch.dtype,
     gives_back: bool,
 ) -> Chunk:
-    """A chunk of a plan; `extra`: elements that belong to all of each block, counted in `wide`."""
+    """Plan one chunk."""
     shards: dict[TensorKey, Holdings] = {}
     wholes: dict[TensorKey, Holdings] = {}
     for place, planned in enumerate(blocks):
@@ -197,7 +197,7 @@ def block_box(block: Block, shape: Shape) -> Box:
 def _owners(
     blocks: Sequence[PlannedBlock], flops: Sequence[int], ranks: int, strategy: OwnerStrategy
 ) -> list[int]:
-    """A block that some rank holds whole stays there; the others go to the least busy ranks."""
+    """Assign owners: a rank that holds the whole block, else the least busy."""
     loads = [0] * ranks
     owners: dict[int, int] = {}
     for place in sorted(range(len(blocks)), key=lambda k: -flops[k]):

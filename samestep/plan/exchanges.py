@@ -1,4 +1,4 @@
-"""Exchanges: what has to travel so that tensors in one layout are in another one.
+"""Exchanges: the communication that turns one layout of tensors into another.
 
     source layout             hops                                    target layout
     box A: ranks 0 and 1  ->  the overlap of A and B, from a rank  -> box B: rank 2
@@ -28,7 +28,7 @@ from samestep.plan.transfers import CollectivePolicy, Traffic, Transfer, of_segm
 
 
 class Hop(NamedTuple):
-    """A box that one rank sends to another, or has itself if `source` is `target`."""
+    """A box sent from one rank to another."""
 
     key: Key
     box: Box
@@ -41,7 +41,7 @@ class Hop(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Elements that ranks send to others, and get from them, by rank."""
+    """Elements that ranks send and receive."""
 
     sent: list[int]
     got: list[int]
@@ -66,7 +66,7 @@ class _Alike(NamedTuple):
 
 
 class Exchange:
-    """Tensors on their way from one layout to another, in one collective.
+    """Tensors changing from one layout to another in one collective.
 
     Of several ranks that have what is needed, the target itself or else a near one gives it.
 
@@ -197,7 +197,7 @@ class Exchange:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """The collective that moves it."""
+        """The collective of the exchange."""
         assert self._dtype is not None, self.name
         if self._policy is None:
             sent = sum(self.moved.sent)
@@ -219,7 +219,7 @@ class Exchange:
 
     @cached_property
     def is_silent(self) -> bool:
-        """Whether every rank has what it needs."""
+        """Whether no communication is needed."""
         return all(
             self._senders(key, needed, held, target) == (target,)
             for key in self.target
@@ -305,7 +305,7 @@ class Exchange:
                 yield holding, box
 
     def _senders(self, key: Key, needed: Holding, held: Holding, target: int) -> tuple[int, ...]:
-        """One of the sources: the target's own, else a near one, else they take turns.
+        """Choose a sender: the target itself, a near rank, else in turns.
 
         Where the target shall have an addend, it sums its share of the addends.
         """

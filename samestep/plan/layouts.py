@@ -1,4 +1,4 @@
-"""Layouts: which ranks hold which box of which tensor, at one moment.
+"""Layouts: which ranks hold which box of which tensor.
 
 A *holding* says where the values of a box are, as a list of sources of which any one will do. A
 source is a tuple of ranks whose values are summed in that order:
@@ -21,7 +21,7 @@ Key = tuple[int, str]  # index of a parameter or block, and key of its state; ""
 
 
 class Holding(NamedTuple):
-    """A box, and the sources of its values; several ranks in one source have addends."""
+    """A box and the ranks with its values; ranks of one source hold addends."""
 
     box: Box
     sources: tuple[tuple[int, ...], ...]
@@ -103,17 +103,17 @@ class RankBoxes(NamedTuple):
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Holdings of a tensor that every rank has whole."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def copies(box: Box, ranks: Iterable[int]) -> Holding:
-    """Each of the ranks has the values."""
+    """Sources of a box with copies on ranks."""
     return Holding(box, tuple((rank,) for rank in ranks))
 
 
 def addends(box: Box, ranks: Iterable[int]) -> Holding:
-    """The values are the sum over the ranks, in this order."""
+    """A source whose values are summed over ranks."""
     return Holding(box, (tuple(ranks),))
 
 

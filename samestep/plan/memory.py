@@ -1,4 +1,4 @@
-"""The memory of a step on a rank: every operation says what it allocates and frees.
+"""A step's memory on a rank: what each operation allocates and frees.
 
     backward    gradients arrive, as they stay; in flat buffers they move into that of their bucket
     Reduce      + packed, received                       - gradients, in zero2

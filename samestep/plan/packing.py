@@ -1,4 +1,4 @@
-"""Packings: where boxes of tensors lie in a buffer.
+"""Places of boxes in a buffer.
 
     tensor a  [ 0 1 2 3 4 5 ]        buffer  [ a: 2 3 | b: 0 1 2 | a: 4 5 | gap ]
     tensor b  [ 0 1 2 ]
@@ -15,7 +15,7 @@ from samestep.plan.layouts import Key
 
 
 class PackedPart(NamedTuple):
-    """A box of a tensor, and where its elements lie in a buffer, one after the other.
+    """A box of a tensor and its range in a buffer.
 
     rank: whose it is: the owner of a part of a bucket; where a part goes to, or comes from.
     slices: of the tensor that the rank with the buffer holds, or needs; of a parameter that is cut

@@ -1,4 +1,4 @@
-"""The end of a process whose ranks are gone: the message, and the way out.
+"""Ends a process whose peers are gone, with a message.
 
 `verdict` says who is at fault and where all ranks are; `end_process` raises that in the thread that
 steps, and ends the process if it does not end by itself.
@@ -53,7 +53,7 @@ def verdict(
     ranks: Sequence[int],
     mine: int,
 ) -> str:
-    """Sentences: who is at fault as far as is known, why this rank has asked, and where all are."""
+    """Sentences on the failed rank, the reason, and where all ranks are."""
     parts = [
         f"rank {rank} has ended" + (f" by {text}" if text else " without an error")
         for rank, text in ended.items()
@@ -87,7 +87,7 @@ def positions_elsewhere(attendance: Attendance, silent: set[int], answered: set[
 
 
 def line_of(thread: int | None) -> tuple[bool, str]:
-    """Whether a thread is where one waits for other ranks, and the line of the script it is at."""
+    """Whether a thread waits for other ranks, and its line of the script."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return False, "an unknown place"
@@ -103,7 +103,7 @@ def line_of(thread: int | None) -> tuple[bool, str]:
 
 
 def end_process(error: CollectiveError, thread: int) -> None:
-    """Say why, raise it in a thread, let go of what that waits for, and see to the end."""
+    """Report an error, raise it in the waiting thread, and end the process."""
     _log.critical("%s", error)
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         # Ends the process also where Python is no more, inside destructors of communicators.

@@ -1,4 +1,4 @@
-"""A collective with a name, launched, waited for, and explained when it fails; also others'."""
+"""A named collective in flight, with an explanation if it fails."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +86,7 @@ class Flight:
             _fail(self._name, self._group, None, self._since, elements=self._elements)
 
     def has_arrived(self) -> bool:
-        """Whether the backend is done with it, also if it failed; does not wait."""
+        """Whether the backend has finished; does not wait."""
         return self.work is None or self.work.is_completed()
 
 
@@ -123,7 +123,7 @@ def explained(name: str, group: "RankGroup", call: Callable[[], T]) -> T:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether another rank is the reason, and nobody has said so yet.
+    """Whether an error comes from another rank and is unexplained.
 
     Gloo raises plain errors, known by their text.
     """
@@ -153,7 +153,7 @@ def _roll_call(group: "RankGroup") -> RollCall | None:
 
 
 def _wait_or_join(work: dist.Work, calls: RollCall) -> bool:
-    """Wait in slices; True if another rank has failed meanwhile."""
+    """Wait in slices; returns True if another rank has failed."""
     while not work.is_completed():
         start = time.monotonic()
         try:
@@ -208,7 +208,7 @@ def _elsewhere(silent: set[int], answered: set[int]) -> list[str]:
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """Passes when the present stream has done what it was told so far; None on the host."""
+    """An event after the present work of the stream; None on the host."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -217,7 +217,7 @@ def recorded_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def has_passed(event: torch.cuda.Event) -> bool:
-    """Whether the stream has come to it; never, if the GPU has failed."""
+    """Whether an event has passed."""
     try:
         return bool(event.query())  # type: ignore[no-untyped-call]
     except RuntimeError:

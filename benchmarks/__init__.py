@@ -5,7 +5,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,17 +23,6 @@ from samestep.tooling.request import BadRequestError, parse_flags
 
 HEAD_WIDTH = 64
 Parameters = list[nn.Parameter]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The model and its batch."""
-
-    width: int = 128
-    layers: int = 12
-    vocabulary: int = 512
-    sequences: int = 8
-    tokens: int = 64
 
 
 def gpt_config(width: int, layers: int, **more: Any) -> GPTConfig:
@@ -64,16 +53,6 @@ def batch(shape: Any, number: int) -> tuple[Tensor, Tensor]:
     size = (2, shape.sequences, shape.tokens)
     tokens, targets = torch.randint(shape.vocabulary, size, generator=generator)
     return tokens, targets
-
-
-def teller(rank: int, rounds: int) -> Callable[[int], None]:
-    """What tells of rounds that are done, on one rank."""
-
-    def tell(done: int) -> None:
-        if rank == 0:
-            print(f"round {done} of {rounds}", flush=True)
-
-    return tell
 
 
 def slowest(seconds: float) -> float:
@@ -108,19 +87,7 @@ def heading(
     return found
 
 
-def load_line(receipt: Mapping[str, Any]) -> str:
-    before, after = receipt["load"]
-    return (
-        f"Load of this machine before and after: {before:.1f}, {after:.1f}; {os.cpu_count()} CPUs."
-    )
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """Of a script that cannot be asked anything."""
-
-
-def run_script(main: Callable[[Any], int | None], options: type = NoOptions) -> NoReturn:
+def run_script(main: Callable[[Any], int | None], options: type) -> NoReturn:
     """Run a script as its flags ask; what cannot be done is told in one line."""
     script = main.__globals__  # its name is __main__ for Python
     prog = f"python -m {script['__spec__'].name}"

@@ -55,10 +55,6 @@ def qkv_arms(config: GPTConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def qkv_optimizer(model: GPT, rate: float, own: Mapping[str, Any]) -> samestep.MuonAdamW:
-    return samestep.MuonAdamW(model, lr=rate, overrides={"*.qkv.weight": dict(own)})
-
-
 @torch.no_grad()
 def validation_loss(model: GPT, corpus: Corpus, options: Options) -> float:
     starts = validation_starts(corpus.validation, options.context, 96)
@@ -80,7 +76,7 @@ def train(
     """One training: its validation loss at the end, or the step at which it was not finite."""
     torch.manual_seed(seed)
     model = GPT(config)
-    opt = qkv_optimizer(model, rate, own)
+    opt = samestep.MuonAdamW(model, lr=rate, overrides={"*.qkv.weight": dict(own)})
     peaks = [group["lr"] for group in opt.param_groups]
     draw = torch.Generator().manual_seed(seed)
     for step in range(options.steps):

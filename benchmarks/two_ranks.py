@@ -21,7 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from benchmarks import batch, gpt_config, heading, load_line, run_script, write_json
+from benchmarks import batch, gpt_config, heading, run_script, write_json
 from examples.gpt import GPT
 from samestep.lab.bench.gpu.measure import in_rounds
 from samestep.lab.bench.gpu.report import Screen
@@ -310,8 +310,7 @@ def main(options: Options) -> None:
     receipt = {**heading("two_ranks", options, load), **ran}
     screen.say(
         "ms: median of whole iterations, each as long as the slower rank's. floor: the share of "
-        "forward and backward alone. MB: sent per rank and step, by arithmetic.\n"
-        + load_line(receipt)
+        "forward and backward alone. MB: sent per rank and step, by arithmetic."
     )
     write_json(options.out, "two_ranks.json", receipt)
 

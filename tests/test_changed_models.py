@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
 from tests.ranks import run_cases, run_forked
-from tests.soak import some
+from tests.soak import some, twin, twin_cases
 
 KINDS = [samestep.Muon, samestep.AdamW]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -97,6 +97,7 @@ def test_swapped_parameters_go_on_with_their_state():
     assert all(torch.equal(found[n][k], wanted[n][k]) for n in wanted for k in wanted[n])
 
 
+@twin
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_model_that_is_sharded_after_its_optimizer_was_built(first):
     """As if it had been built afterwards; state so far is brought over."""
@@ -165,6 +166,7 @@ def test_one_parameter_in_the_places_of_two():
                 opt.step()
 
 
+@twin_cases("2")
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_model_is_adopted_by_name(first):
     """Sharded after its optimizer was built, by somebody who does not know of that."""
@@ -262,6 +264,7 @@ def backward(model, rank, step):
 OVERLAP = {"overlap_grad_reduce": True, "sharding": "zero2"}
 
 
+@twin_cases("layers0-False-options0")
 @pytest.mark.parametrize(
     ("layers", "asks_first", "options"),
     some([([1], False, {}), ([1], True, {}), ([1], False, OVERLAP), ([0, 1], False, OVERLAP)]),

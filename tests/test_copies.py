@@ -156,6 +156,7 @@ def test_what_fsdp_ignores_is_averaged_beside_it():
         assert_near(found, expected)
 
 
+@twin
 def test_a_group_that_is_added_later():
     def job(rank):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=AXES)
@@ -339,6 +340,7 @@ def test_the_table_and_the_assumptions_tell_who_averages():
         assert " FSDP2 " in row
 
 
+@twin
 def test_check_finds_copies_of_parts_that_differ():
     """Tampered with on one rank, in a parameter and in state that copies have alike."""
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 from tests.ranks import run_forked
-from tests.soak import twin_cases
+from tests.soak import twin, twin_cases
 from tests.test_changed_models import steps, swap, two_layers
 from tests.test_replicated import SMALL, Small, ranks_steps, single_steps
 from tests.test_state_whole import assert_same_bits
@@ -79,6 +79,7 @@ def test_ranks_that_find_each_other_later(sharding, tmp_path):
     assert run_forked(2, job) == [True] * 2
 
 
+@twin
 def test_samesteps_own_checkpoints(tmp_path):
     """Saved before a first step, loaded before one."""
 
@@ -123,6 +124,7 @@ def test_a_model_that_ddp_wraps_later_is_averaged_once(scaled):
     assert all(map(torch.equal, here, there))
 
 
+@twin_cases("swapped")
 @pytest.mark.parametrize("way", ["swapped", "adopted"])
 def test_a_model_that_is_sharded_later(way):
     """As if the optimizer had been built afterwards, and nothing was ever kept of whole ones."""

@@ -520,6 +520,7 @@ def test_a_gradient_that_lies_otherwise_is_refused_on_every_rank():
         assert "rank 1 could not take the step because of parameter 'row'" in told[rank]
 
 
+@twin
 def test_flat_buffers_want_equal_parts():
     def job(rank):
         _, params = laid_out(["column", "qkv"], (2, 1, 2))
@@ -540,6 +541,7 @@ def test_a_process_group_without_the_other_parts_is_refused():
     assert all(run_forked(4, job))
 
 
+@twin
 def test_bytes_are_the_least_possible_and_parts_of_blocks():
     """Counted over all ranks of a step.
 

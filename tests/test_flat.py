@@ -524,6 +524,7 @@ def test_several_dtypes_with_master_weights():
         assert_modes_give(plain, [found])
 
 
+@twin
 def test_gradients_that_travel_in_another_dtype():
     def job(rank):
         def run(**options):
@@ -545,6 +546,7 @@ def test_gradients_that_travel_in_another_dtype():
         assert_modes_give(plain, [found])
 
 
+@twin
 def test_parameters_are_views_of_one_buffer_and_gradients_are_gone_after_a_step():
     def job(rank):
         for sharding, overlap in MODES:
@@ -627,6 +629,7 @@ def test_views_of_one_tensor_that_do_not_overlap():
         assert_modes_give(plain, [found])
 
 
+@twin
 def test_data_that_was_replaced_is_taken_in():
     """By the step, which then trains what the model shows."""
 
@@ -670,6 +673,7 @@ def test_a_model_that_is_cast_later_keeps_its_dtype_or_is_refused():
     assert run_forked(2, job) == [[True] * len(MODES)] * 2
 
 
+@twin
 def test_loading_a_model_in_place():
     other = Net()
     with torch.no_grad():
@@ -779,6 +783,7 @@ def test_ranks_that_own_nothing(sharding):
     assert all(torch.equal(found, single) for _, found in results)
 
 
+@twin
 def test_a_group_with_ranks_and_a_divisor_of_its_own():
     """Experts on ranks 0, 1 and on ranks 2, 3; their gradients are means over all four."""
     world = 4
@@ -840,6 +845,7 @@ def test_another_optimizer_after_a_dropped_one():
     assert run_forked(2, job) == [True, True]
 
 
+@twin
 def test_a_model_can_be_copied_and_saved():
     """A copy has memory of its own and belongs to no optimizer."""
 

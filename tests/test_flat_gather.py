@@ -22,7 +22,7 @@ import samestep
 from samestep.shards.replicated.awaited import ARRIVAL
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
-from tests.soak import SOAK, twin_cases
+from tests.soak import SOAK, twin, twin_cases
 from tests.test_overlap import LAYERS, Net, build, loss_of, make_case, same, train, values
 
 ALL_LAYERS = (torch.arange(6), LAYERS, 1)
@@ -225,6 +225,7 @@ class Attention(nn.Module):
         return self.norm(self.attention(x, x, x, need_weights=False)[0])
 
 
+@twin
 def test_a_module_that_reads_the_parameters_of_its_children():
     """The parameters of torch's own modules are waited for too."""
 
@@ -549,6 +550,7 @@ def test_another_optimizer_while_parameters_are_on_their_way():
         assert same(found, plain)
 
 
+@twin
 def test_a_group_added_later():
     """A parameter that no module waits for has arrived when the step is over."""
 

@@ -210,6 +210,7 @@ def test_gradients_of_16_bits_are_added_in_fp32_and_the_divide_factor_is_kept(sh
             assert torch.equal(found, expected), (dtype, reduce_dtype, divide_by)
 
 
+@twin
 def test_all_reduce_of_the_last_micro_batch_only():
     def job(rank):
         model = nn.Linear(5, 7, bias=False)
@@ -235,6 +236,7 @@ class Scale(nn.Module):
         return self.scale * x
 
 
+@twin
 def test_zeros_keep_their_sign():
     def job(rank):
         model = fully_shard(Scale(), mesh=mesh_of((2, 2)))
@@ -314,6 +316,7 @@ def test_a_sum_that_was_taken_back():
     run_forked(2, job)
 
 
+@twin
 def test_a_mesh_out_of_rank_order():
     """Shards are in the order of ranks; the sum is that of a mesh in this order, bit for bit."""
 

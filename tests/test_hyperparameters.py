@@ -15,6 +15,7 @@ import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.comm.presence import RankProblemError, presence_elements
 from tests.ranks import run_cases, run_forked
+from tests.soak import twin
 
 SHAPES = {"matrix": (8, 6), "norm": (6,)}
 COPIES, CUT = Replicate(), Shard(0)
@@ -220,6 +221,7 @@ def test_the_scale_and_the_precision_of_matrix_products():
     run_forked(2, job)
 
 
+@twin
 def test_groups_with_ranks_of_their_own():
     """Experts on pairs of ranks: a pair may have rates of its own, the ranks of a pair may not.
 

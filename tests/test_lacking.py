@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import samestep
 from tests.ranks import run_cases, run_forked
-from tests.soak import some
+from tests.soak import some, twin
 
 SHAPES = {"matrix": (8, 6), "norm": (6,)}
 COPIES, CUT = Replicate(), Shard(0)
@@ -110,6 +110,7 @@ def test_a_copy_without_the_gradient_that_another_has():
             assert f"rank {lacks}" in text
 
 
+@twin
 def test_all_copies_without_it():
     def job(rank, case):
         shape, placed, given, lacking = ZEROS[case]
@@ -137,6 +138,7 @@ def averaged(data, lacking, zeros=False):
     return held(params)
 
 
+@twin
 @pytest.mark.parametrize(("data", "lacks", "has"), some([(2, (1, 0), 3), (3, (2, 1), 4)]))
 def test_copies_whose_gradients_the_optimizer_averages(data, lacks, has):
     """One of two ranks with the same data; where both have none, other data are averaged in."""
@@ -156,6 +158,7 @@ def test_copies_whose_gradients_the_optimizer_averages(data, lacks, has):
         assert all(torch.equal(found[name], explicit[name]) for name in SHAPES)
 
 
+@twin
 def test_fsdp_with_copies():
     """HSDP: somebody drops a gradient on one rank."""
 
@@ -194,6 +197,7 @@ def test_a_summand_beside_a_whole_gradient():
     run_forked(3, job)
 
 
+@twin
 def test_averaged_by_somebody_else():
     """Plain parameters, and in whatever way the work on them is shared."""
 
@@ -220,6 +224,7 @@ def test_averaged_by_somebody_else():
             assert 'grads="reduced"' in text
 
 
+@twin
 def test_ranks_that_hold_none_of_it_do_not_step_either():
     """Copies along the model axis of which others are elsewhere, beside plain parameters of all."""
 

@@ -523,6 +523,7 @@ def remainders_job(rank: int, path: Path) -> dict[str, Any]:
     return found
 
 
+@twin
 def test_remainders_get_all_bits_of_32_bit_weights(tmp_path):
     """Halfway values too: on every rank weights are rounded as their remainders take it."""
     model, optimizer = in_layout(None, torch.float32, 1)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import samestep
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 from tests.test_full_values import Net, backward, states_equal
 
 LAYOUTS = {
@@ -104,6 +104,7 @@ def test_as_one_process(layout, world, inner):
         assert states_equal(state, expected_state)
 
 
+@twin
 def test_fast_sums_are_near_and_state_is_shared_inside():
     expected, _ = alone(4, 2)
 
@@ -159,6 +160,7 @@ def test_gradients_replicas_and_problems_reach_every_rank():
     run_forked(4, job)
 
 
+@twin
 def test_plans_are_compared_over_all_ranks():
     def job(rank):
         inside, outside = groups(4, 2)

@@ -188,6 +188,7 @@ def runs(draw):
     return world, draw(pattern)
 
 
+@twin
 @given(
     runs(),
     st.sampled_from(["no_sync", "synchronize"]),
@@ -314,6 +315,7 @@ def test_a_dropped_optimizer_does_not_go_on_reducing():
     assert same(results[0], results[1])
 
 
+@twin
 def test_frozen_then_unfrozen_parameters_are_reduced_in_time():
     def job(rank):
         results = []

@@ -41,7 +41,7 @@ from tests.qk_models import (
     tokens_of,
 )
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin_cases
 
 LAYERS = "layers.*.attention"
 KINDS = ["mha", "gqa", "mqa", "fused", "interleaved", "by_head", "conv1d", "mla"]
@@ -290,6 +290,7 @@ def cut_by_heads(rank, case):
     return told, again, {name: value.detach().clone() for name, value in whole.items()}
 
 
+@twin_cases("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_heads_on_different_ranks(world):
     cases = [(kind, world == 4) for kind in (("mha", "gqa") if SOAK or world == 2 else ("gqa",))]

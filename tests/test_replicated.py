@@ -231,6 +231,7 @@ def test_the_state_of_owned_pieces_is_that_of_one_process():
     assert all(compared > 0 for compared in run_forked(world, job))
 
 
+@twin
 def test_against_rules_written_out_in_float64():
     """No code in common: the mean gradient of three ranks, fed to numpy's AdamW and Muon."""
     world, steps = 3, 8
@@ -425,6 +426,7 @@ def test_state_is_held_once_over_all_ranks():
         assert all(result["none"] == total for result in results)
 
 
+@twin
 def test_who_keeps_gradients():
     """zero2 frees each gradient once it is packed; zero1 and none leave it to the user."""
 
@@ -718,6 +720,7 @@ def test_replicas_that_differ_are_mended_or_refused():
         assert file == [__file__]
 
 
+@twin
 def test_sixteen_bit_masters_start_from_the_mended_values():
     def ones(param, place, rank, step):
         return torch.ones_like(param)
@@ -752,6 +755,7 @@ def test_copies_are_refused():
     assert run_threaded(2, job) == [True, True]
 
 
+@twin
 def test_a_process_group_of_some_ranks():
     """Ranks outside the group are not waited for, and the divisor is the group's size."""
     single = Small()
@@ -849,6 +853,7 @@ def test_gradients_that_ddp_has_reduced(unused):
     assert not torch.equal(results[0][0][0]["left.weight"], start.left.weight)
 
 
+@twin
 def test_reduced_gradients_are_not_divided_again():
     """Equal gradients on every rank: the mean is that gradient, and "reduced" takes it as it is."""
 

@@ -8,9 +8,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import samestep
 from tests.ranks import run_forked
-from tests.soak import some
+from tests.soak import some, twin
 
 
+@twin
 @pytest.mark.parametrize("copies", some([1, 2]))
 def test_waves_are_the_same_where_parts_are_not_equal(copies):
     """Plain parameters beside a large DTensor of which ranks hold different numbers of rows.

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK, twin
+from tests.soak import SOAK, twin, twin_cases
 
 STEPS = 6 if SOAK else 4  # every expert, and one of them again
 OPTIONS = {
@@ -265,6 +265,7 @@ def test_meshes_whose_ranks_are_permuted(tmp_path):
             assert torch.equal(param, values[name]), name
 
 
+@twin_cases("ranks0")
 @pytest.mark.parametrize("ranks", [[[0, 1], [3, 2]], [[0, 3], [2, 1]]])
 def test_meshes_of_which_axes_join_other_parts(ranks):
     """Every rank is told, at construction."""

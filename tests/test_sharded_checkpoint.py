@@ -185,6 +185,7 @@ def test_before_the_first_step(tmp_path):
         assert not found["head.weight.exp_avg"].any()
 
 
+@twin
 def test_learning_rates_are_loaded(tmp_path):
     def job(rank):
         model, opt = build()
@@ -274,6 +275,7 @@ def test_other_forms_of_state_that_is_kept_otherwise():
                     assert torch.equal(found.to(narrower), expected.to(narrower)), (name, key)
 
 
+@twin
 def test_the_state_dict_of_a_rank(tmp_path):
     """Without torch's helpers: every rank loads its own file."""
 
@@ -320,6 +322,7 @@ def train_mixed(model, opt, rank):
         opt.zero_grad()
 
 
+@twin
 def test_the_state_dict_of_a_rank_with_plain_parameters():
     def job(rank):
         model, opt = make_mixed()
@@ -335,6 +338,7 @@ def test_the_state_dict_of_a_rank_with_plain_parameters():
         assert_equal(found, expected)
 
 
+@twin
 def test_plain_parameters_beside_dtensors(tmp_path):
     """A checkpoint that was written can be loaded; what cannot be saved is refused before."""
 

@@ -138,6 +138,7 @@ def thin(ranks, variance_beta2):
     return snapshot(opt)
 
 
+@twin
 def test_matrices_of_one_row_or_column():
     for variance_beta2, results in run_cases(2, [None, 0.9], lambda _, beta2: thin(2, beta2)):
         expected = thin(None, variance_beta2)
@@ -161,6 +162,7 @@ def mixed_dtypes(ranks):
     return snapshot(opt)
 
 
+@twin
 def test_parameters_of_two_dtypes():
     expected = mixed_dtypes(None)
     for found in run_forked(2, lambda _: mixed_dtypes(2)):
@@ -286,6 +288,7 @@ def test_bytes_with_replicas():
     assert_least_bytes((2, 2), results)
 
 
+@twin
 def test_bytes_and_blocks_that_travel_in_16_bits():
     whole, half = sent_in_a_step((2,), {}, {"block_dtype": torch.bfloat16})
     assert_least_bytes((2,), whole)
@@ -363,6 +366,7 @@ def moves_in_flight():
         yield count
 
 
+@twin
 def test_the_pipeline():
     """While a chunk is computed, the next are collected and the one before is given back."""
 
@@ -392,6 +396,7 @@ def test_the_pipeline():
             assert most == min(ahead, chunks - 1) + 2 - (ahead >= chunks)
 
 
+@twin
 def test_without_a_pipeline_one_chunk_is_over_before_the_next_begins():
     def job(rank):
         found = []
@@ -412,6 +417,7 @@ def test_without_a_pipeline_one_chunk_is_over_before_the_next_begins():
         assert all(map(torch.equal, alone, piped))
 
 
+@twin
 def test_chunks_are_as_large_as_asked_for():
     """One turn of all owners at least: on two ranks two blocks."""
 
@@ -669,6 +675,7 @@ def test_ways_to_shard(world):
             assert_near(found, expected)
 
 
+@twin
 def test_mixed_precision():
     """Forward and backward in 16 bits; parameters and the sums of gradients in 32."""
     plain = Net()
@@ -742,6 +749,7 @@ def test_accumulation():
             assert_near(found, expected)
 
 
+@twin
 def test_a_mesh_of_one_rank():
     plain = Net()
     expected, metrics = train(plain, samestep.MuonAdamW(plain, update_rms=True, **OPTIONS), (0,))
@@ -855,6 +863,7 @@ def test_replicas_hold_the_same_bits():
             assert different(results[rank + 2], results[rank]) == [], schedule
 
 
+@twin
 def test_adamw_has_the_bits_of_torch():
     """On the same shards, from the same gradients."""
 
@@ -922,6 +931,7 @@ class Normed(nn.Module):
         return self.down(self.up(self.norm(x)).tanh())
 
 
+@twin
 def test_sequence_parallel():
     """torch leaves the gradients of the norm as partial sums, and its own optimizers add them."""
     x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -949,6 +959,7 @@ def test_sequence_parallel():
         assert_near(found, expected)
 
 
+@twin
 def test_whole_gradients():
     """Read and replaced before the step; the mean over ranks."""
     plain = Net()
@@ -1107,6 +1118,7 @@ def test_a_rule_without_stages():
         assert "up.weight" in text
 
 
+@twin
 def test_an_elementwise_rule_of_ones_own():
     class Mine(AdamWRule):
         name = "mine"

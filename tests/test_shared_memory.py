@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 from samestep.layout.memory import overlap
 from tests.ranks import run_forked
+from tests.soak import twin
 
 LAYOUTS = {
     "none": {"sharding": "none"},
@@ -122,6 +123,7 @@ def test_one_process(build):
         assert all(repr(name) in text for name in names_of(build))
 
 
+@twin
 def test_every_layout_on_every_rank():
     def job(rank):
         for build in SHARED:

@@ -19,7 +19,7 @@ from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.rules.converted import remainder_of
 from samestep.rules.stored import join_remainder, split_remainder
 from tests.ranks import run_forked
-from tests.soak import SOAK, twin
+from tests.soak import SOAK, twin, twin_cases
 
 # A plain matrix, stacked experts, row blocks, blocks in each other's gaps (rows and columns), what
 # is too narrow for 8 bits, a table that is sliced, and a norm.
@@ -261,6 +261,7 @@ def consolidated_job(rank):
     return model.state_dict(), opt.state_dict()
 
 
+@twin
 def test_consolidated_state_is_that_of_one_process(one_thread):
     expected = everything(*one_process("8bit", 2))
     for of_model, of_opt in run_forked(2, consolidated_job):
@@ -368,6 +369,7 @@ def values_job(rank, layout):
     return model.plain.detach().clone(), scaled, opt.full_state("table", "exp_avg")
 
 
+@twin_cases("flat")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_values_are_set_and_scaled_with_their_remainders(layout):
     value = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)) * 0.7

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import samestep
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_cases, run_forked
-from tests.soak import twin_cases
+from tests.soak import twin, twin_cases
 
 STEPS = 4
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.5, "reduction": "ordered", "crossover": 20}
@@ -147,6 +147,7 @@ def stumble(rank, bad):
     return str(raised.value)
 
 
+@twin
 def test_a_stage_that_cannot_take_the_step_stops_all():
     texts = run_forked(4, stumble, 1)
     assert "learning rate" in texts[1]
@@ -221,6 +222,7 @@ def scale(rank, ranks_per_stage):
     return scaler.get_scale(), norms[1]
 
 
+@twin_cases("2")
 @pytest.mark.parametrize("ranks_per_stage", [1, 2])
 def test_a_scaler_has_one_scale_for_all_stages(ranks_per_stage):
     found = run_forked(2 * ranks_per_stage, scale, ranks_per_stage)

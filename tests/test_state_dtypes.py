@@ -112,6 +112,7 @@ def test_not_changed_afterwards():
 MASTERS = [torch.float64, torch.float32]
 
 
+@twin
 @pytest.mark.parametrize("dtype", some(MASTERS), ids=str)
 def test_master_weights_in_a_dtype_of_choice(dtype):
     """Kept so in every layout, with the same bits; computed in 32 bits, and better than none."""

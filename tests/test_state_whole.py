@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 from tests.ranks import run_forked, run_threaded
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 from tests.test_replicated import (
     SHARDINGS,
     SMALL,
@@ -260,6 +260,7 @@ def test_masters_start_as_the_parameters_signs_of_zero_included():
     assert run_threaded(3, job) == [True] * 3
 
 
+@twin
 def test_bits_travel_as_they_are():
     """Every owned element gets a pattern of its place: zeros of both signs, NaNs, any other."""
     patterns = torch.tensor(
@@ -351,6 +352,7 @@ def test_one_gather_per_dtype_and_none_where_every_rank_has_all():
         assert found == {"none": 0, "zero1": 2, "zero2": 2}
 
 
+@twin
 def test_groups_gather_on_their_own_ranks():
     """Experts of ranks 0 and 1 are not those of 2 and 3, and have other shapes."""
 

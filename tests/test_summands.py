@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import samestep
 from tests.ranks import run_cases, run_forked
+from tests.soak import twin
 
 SHAPES = {"norm": (6,), "matrix": (4, 6), "other": (8, 6), "unused": (3, 2)}
 
@@ -52,6 +53,7 @@ def give_gradients(mesh, params, rank, step, lacks, operation):
         param.grad = placed(name, mesh, grad, kind)
 
 
+@twin
 def test_a_rank_without_a_summand():
     """The same bits as with zeros there; in the first step as well, when nobody has told before."""
 

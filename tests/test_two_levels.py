@@ -9,7 +9,7 @@ import torch.distributed as dist
 import samestep
 from tests.counting_group import counted
 from tests.ranks import run_cases, run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 from tests.test_full_values import Net, backward, states_equal
 
 LAYOUTS = {
@@ -61,6 +61,7 @@ def test_the_bits_of_one_level(ranks):
                 assert states_equal(found[1], first[1]), layout
 
 
+@twin
 def test_ordered_sums_do_not_depend_on_what_torchrun_says_of_hosts():
     def job(rank):
         found = []
@@ -77,6 +78,7 @@ def test_ordered_sums_do_not_depend_on_what_torchrun_says_of_hosts():
             assert states_equal(other[1], first[1])
 
 
+@twin
 def test_the_sum_is_near_that_of_the_backend():
     """Without an order: what the backend adds up inside and across."""
 
@@ -105,6 +107,7 @@ class Matrices(torch.nn.Module):
         return x.square().mean()
 
 
+@twin
 @pytest.mark.parametrize("reduction", some(["ordered", "fast"]))
 def test_every_byte_crosses_between_hosts_once(reduction):
     """Eight ranks on two hosts: P / 2 of gradients and of parameters, in each direction."""

@@ -11,7 +11,7 @@ from torch import nn
 import samestep
 from samestep.shards.replicated.reduced_gradient import ReducedGradient
 from tests.ranks import run_forked
-from tests.soak import some
+from tests.soak import some, twin
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 300, "crossover": 1}
 
@@ -86,6 +86,7 @@ def by_one(rank, steps):
     return train(model, [one], rank, steps)
 
 
+@twin
 @pytest.mark.parametrize(("world", "first"), some([(2, "Muon"), (4, "AdamW")]))
 def test_both_in_one_backward_launch_in_their_steps(world, first):
     """In one order on all ranks, whatever gradients are missing; told once, on every rank."""
@@ -140,6 +141,7 @@ def test_one_that_comes_later_is_waited_for():
     assert same(first, second)
 
 
+@twin
 def test_a_rank_without_gradients_of_one_of_them_holds_back_too():
     def job(rank):
         model = Net()
@@ -204,6 +206,7 @@ def test_the_ways_out_are_silent_and_give_the_same_bits():
         assert same(two, late)
 
 
+@twin
 def test_one_that_replaces_another_takes_over_its_parameters():
     """Also while the old one is still there, and in the middle of a round."""
 
@@ -221,6 +224,7 @@ def test_one_that_replaces_another_takes_over_its_parameters():
     assert run_forked(2, job) == [True, True]
 
 
+@twin
 def test_two_models_may_have_one_each():
     """A discriminator and a generator; and one that was dropped in the middle of a round."""
 

@@ -422,6 +422,7 @@ def patterns_mean_parts(rank):
     return whole_state_dict(stack.model), opt.table(), opt.explain()
 
 
+@twin
 def test_patterns_and_split_sizes_speak_of_the_whole():
     sizes = {"*.qkv.weight": (HEAD,) * 8, "*.gate_up.weight": (6, 6, 12)}
     overrides = {"layers.1.attention.qkv.weight": {"lr": 5e-3}, "*.gate_up.*": {"lr": 2e-2}}

@@ -113,6 +113,7 @@ def test_every_layout_loads_the_checkpoints_of_every_other(tmp_path):
             assert differing(values(model, opt), wanted[name]) == [], (name, form)
 
 
+@twin
 def test_a_checkpoint_has_the_usual_names_and_says_how_blocks_are_cut(tmp_path):
     def job(rank):
         stack, _ = laid_out({"tp": 2})

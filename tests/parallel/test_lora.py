@@ -27,7 +27,7 @@ from samestep.parallel.lora import (
 from samestep.parallel.replicas import check_replicas
 from tests.parallel.pipelines import CONFIG, OPTIONS, batch, gpt, mean_loss
 from tests.ranks import run_forked
-from tests.soak import SOAK, twin_cases
+from tests.soak import SOAK, twin, twin_cases
 
 PATTERNS = ["*.attention.[qv]", "*.attention.out", "*.mlp.*"]
 SHAPE = replace(CONFIG, layers=2, kv_heads=2)
@@ -313,6 +313,7 @@ def plain(rank):
     return found
 
 
+@twin
 def test_replicas_without_a_mesh():
     _, _, wanted = alone(2)
     first, second = run_forked(2, plain)

@@ -302,6 +302,7 @@ def first_step(rank):
     return loads, router_losses.collect(model)
 
 
+@twin
 def test_interleaved_stages_count_once():
     of_ranks = run_forked(2, first_step)
     torch.manual_seed(0)

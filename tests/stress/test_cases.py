@@ -18,7 +18,7 @@ from samestep.lab.stress.ranks import ForkedRanks
 from samestep.lab.stress.scenarios import SCENARIOS
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from tests.limits import HANG, TEST, limit
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 # So that everything happens that a scenario has in store, which in most is soon.
 LATE = {"resume": 12, "resume_midrun": 16, "frozen_and_added": 16}
@@ -69,6 +69,7 @@ def test_every_scenario_is_exact(scenario, world):
         assert {ending.step for ending in result.endings.values()} == {STEPS[scenario]}
 
 
+@twin
 def test_fast_sums_are_flagged_where_they_are_not_zero():
     results = run("dist_adamw_muon_random", ["one_process", "zero2_overlap"], 3, reduction="fast")
     assert [result.status for result in results] == ["exact", "within_tolerance"]
@@ -165,6 +166,7 @@ def test_a_case_that_fails_ends_itself_and_no_other():
     assert results[3].samples[0].layouts.largest == 0.0  # against one_process, from before
 
 
+@twin
 def test_ranks_are_forked_once_for_cases_that_pass(monkeypatch):
     forked = []
 

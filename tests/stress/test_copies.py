@@ -14,7 +14,7 @@ from samestep.lab.stress.scenarios import EVERY_SCENARIO, SCENARIOS
 from samestep.lab.stress.sharded_training import new_training
 from samestep.tooling.request import BadRequestError
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 from tests.stress.test_cases import FEWER, run
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -55,6 +55,7 @@ def test_every_layout_is_exact_on_four_ranks(scenario):
         assert [sample.step for sample in result.samples] == [steps // 2, steps]
 
 
+@twin
 @pytest.mark.parametrize("world", [2, *([3, 6, 8] if SOAK else [])])
 def test_every_layout_is_exact_on_other_numbers_of_ranks(world):
     layouts = COPIES if SOAK else ["tp_dp_zero2_overlap", "ep_dp_flat_gather_overlap"]
@@ -103,6 +104,7 @@ def test_shares_add_up_to_the_same_bits_and_leave_out_everyone_at_times(ranks, c
         assert seen == ({True, False} if copies > 1 else {True})
 
 
+@twin
 def test_parameters_are_cut_in_every_way_and_ranks_lack_gradients_in_every_way():
     """Of meshes 2 x 2: copies that lack a gradient, and ranks of a mesh that lack a summand."""
 

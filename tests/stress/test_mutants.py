@@ -53,6 +53,11 @@ SELDOM = {
     "scale_of_padded_rows", "momentum_normalized_in_place", "overflow_not_shared",
     "scale_never_backs_off", "clipped_before_averaging", "kept_sum_overwritten",
     "filled_zeros_are_used", "use_in_the_last_micro_batch_only", "absent_is_not_untouched",
+    "zeros_are_absent", "last_micro_batch_only", "overflow_taken", "schedule_not_seen",
+    "buffer_reused_before_wait", "step_counted_for_absent", "momentum_lost_at_load",
+    "sums_sent_on_arrival", "empty_collective_skipped", "groups_cut_as_if_row_after_row",
+    "fused_as_one_matrix", "proportional_split_sizes", "sums_in_another_order",
+    "expert_predicate_off_the_wrong_mesh",
 }  # fmt: skip
 USUAL = {name: mutant for name, mutant in MUTANTS.items() if SOAK or name not in SELDOM}
 

@@ -23,7 +23,7 @@ from samestep.lab.stress.report.page import (
     traffic,
 )
 from samestep.lab.stress.report.plot import HEIGHT, WIDTH, Scale, alike, plot
-from tests.soak import twin_cases
+from tests.soak import twin, twin_cases
 from tests.stress.example_receipt import (
     EXAMPLES,
     case_of,
@@ -183,6 +183,7 @@ def test_nothing_is_loaded_and_every_link_leads_somewhere(name, page_of):
     assert policy.attributes["content"].startswith("default-src 'none'")
 
 
+@twin
 def test_text_of_the_receipt_is_never_markup():
     bad = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7 * 7 }}"
     receipt = failed()

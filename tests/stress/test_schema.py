@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from samestep.lab.stress.judge import CHECKS, PROGRAM_CHECKS
 from samestep.lab.stress.receipt import check_receipt
-from tests.soak import twin_cases
+from tests.soak import twin, twin_cases
 from tests.stress.example_receipt import EXAMPLES, clean, failed, mutants, with_mutants
 from tests.stress.example_receipt import receipt as made
 
@@ -175,6 +175,7 @@ def test_what_may_be_null_is_nothing_else():
             check_receipt(damaged(clean(), ["asked", key], None))
 
 
+@twin
 def test_every_part_of_a_receipt_is_asked_for():
     """Whatever key is taken away, somebody notices; but for the names of things."""
     receipt = made(["dist_adamw_muon"], ["zero2"], steps=100) | {"mutants": mutants()[:1]}

@@ -64,6 +64,7 @@ def test_uneven_and_strided_shards(world, scenario):
         assert (result.status, result.findings) == ("exact", []), result.case
 
 
+@twin
 def test_sums_that_are_not_divided_work_on_gloo_with_fast_reduction():
     layouts = ["fsdp2_gather", "fsdp2_parallel"]
     results = run("uneven_accumulation_sharded", layouts, 2, steps=4, reduction="fast")

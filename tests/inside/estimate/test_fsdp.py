@@ -11,7 +11,7 @@ from samestep.lab.estimate.grid import Grid
 from samestep.lab.stress.models import GPT
 from tests.counting_group import counted
 from tests.ranks import run_forked
-from tests.soak import SOAK
+from tests.soak import SOAK, twin_cases
 
 
 def sent_by_fsdp(rank, copies):
@@ -31,6 +31,7 @@ def sent_by_fsdp(rank, copies):
     return [(call.op, call.sent) for call in log[before:]]
 
 
+@twin_cases("4-2")
 @pytest.mark.parametrize(
     ("world", "copies"), [(2, 1), (4, 2), *([(3, 1), (8, 1), (8, 4)] if SOAK else [])]
 )

@@ -100,6 +100,7 @@ class Spanning(Large):
     shapes = MappingProxyType({**SHAPES, "embedding": (400, 256)})
 
 
+@twin
 def test_a_gradient_in_several_buckets_is_freed_with_the_last():
     assert missed(2, Spanning, [LAYOUTS["zero2"], LAYOUTS["zero2_overlap"]]) < 0.025
 

@@ -21,7 +21,7 @@ from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
 from tests.inside.estimate.test_activations import MOE, ROOM, SMALL, SP, recomputing
 from tests.ranks import run_cases
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin
 
 KINDS = {
     "all_gather_into_tensor": "all_gather",
@@ -175,6 +175,7 @@ def test_every_call_of_forward_and_backward_is_foreseen(world, cases):
                 assert found == expected, (case, rank)
 
 
+@twin
 def test_tokens_that_choose_freely_travel_as_expected():
     """Every call is foreseen, and bytes are about those of experts chosen equally often."""
     case = ({"ep": 2}, MOE, "none", 16)

@@ -12,7 +12,7 @@ from samestep.mesh import build
 from samestep.models.gpt import GPT, GPTConfig, mean_loss
 from samestep.parallel.pipeline import Pipeline, Stage
 from tests.ranks import run_cases
-from tests.soak import SOAK
+from tests.soak import SOAK, twin_cases
 
 SHAPES = [(2, 2, 1), (2, 5, 1), (4, 4, 1), (4, 16, 1), (2, 4, 2), (4, 8, 2), (4, 4, 3), (8, 8, 2)]
 
@@ -79,6 +79,7 @@ PAIRS = [(2, 2, 1), (2, 5, 1), (2, 4, 2), *([(2, 2, 2), (2, 6, 3)] * SOAK)]
 FOURS = [(4, 6, 1), *([(4, 4, 1), (4, 8, 2)] * SOAK)]
 
 
+@twin_cases("cases1")
 @pytest.mark.parametrize("cases", [PAIRS, FOURS])
 def test_real_ranks_run_the_same_passes_in_the_same_order(cases):
     for (ranks, micro_batches, per_rank), found in run_cases(cases[0][0], cases, recorded):

@@ -251,6 +251,7 @@ def launched_by_fsdp(rank):
     return [(call.op, int(call.sent)) for call in log[before:]]
 
 
+@twin
 def test_units_of_fsdp_travel_in_the_order_of_real_ones():
     plan, units = four_layers(2)
     timeline = simulate(plan, MACHINE, show=[0], training=Training(8, units))

@@ -27,7 +27,7 @@ from tests.inside.estimate.layouts import (
     some_on,
 )
 from tests.ranks import run_forked
-from tests.soak import SOAK, some
+from tests.soak import SOAK, some, twin, twin_cases
 
 
 def chosen(world):
@@ -120,6 +120,7 @@ def test_every_layout_is_chosen_on_two_ranks_and_on_more():
     assert len({layout.name for layout in (*chosen(3), *chosen(4))}) >= 12
 
 
+@twin_cases("ordered copies")
 @pytest.mark.parametrize("kind", some(["experts", "copies", "ordered copies"]))
 def test_groups_with_ranks_of_their_own(kind):
     ranks = run_forked(4, groups_of_their_own, 4, kind)
@@ -165,6 +166,7 @@ def copies_on_some_ranks(rank):
     return [(r.name, r.kind, r.elements, r.dtype, r.sent) for r in recorder.records]
 
 
+@twin
 def test_copies_on_some_ranks():
     """The others hear whether they have the same gradients."""
     ranks = run_forked(4, copies_on_some_ranks)

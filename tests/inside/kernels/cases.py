@@ -586,8 +586,8 @@ def attention(heads, kv_heads, length, places, size, dtype):
 
 
 MASKED = [(sizes, masked) for masked in (None, "bool", "added") for sizes in ATTENTION]
-if QUICK:  # every size, and every mask where it is causal and where it is not
-    MASKED = [MASKED[place] for place in (1, 3, 4, 6, 8, 9)]
+if QUICK:  # every size, and every mask
+    MASKED = [MASKED[place] for place in (1, 3, 6, 8)]
 
 
 @pytest.mark.parametrize(("sizes", "masked"), MASKED)

@@ -240,7 +240,7 @@ def few_tensors(request, monkeypatch):
     """Between the first case and the others all of them; everywhere when there is time."""
     if QUICK:
         first = "default" in request.node.name
-        for name in set(FEW) - {ANY, "wide"} if first else TENSORS.keys() - set(FEW):
+        for name in {*FEW, "experts", "stored"} - {ANY} if first else TENSORS.keys() - set(FEW):
             monkeypatch.delitem(TENSORS, name)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from samestep.layout.flat_ranges import BlockSizes, Range, equal_shards, owner_shards
 from samestep.layout.owners import busiest_lower_bound
 from samestep.rules.orthogonalize import orthogonalize_flops
+from tests.soak import twin
 
 
 def fragments(layout):
@@ -184,6 +185,7 @@ def test_a_stack_of_experts_is_cut_between_experts():
     assert max(shares) <= 9
 
 
+@twin
 def test_planning_a_70b_model_takes_a_few_steps_per_rank():
     """Counted in calls of functions, which do not depend on the machine."""
     width, kv, hidden = 8192, 1024, 28672

@@ -20,7 +20,7 @@ from samestep.plan.chunks import (
 from samestep.plan.layouts import RankBoxes
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.orthogonalize import orthogonalize_flops
-from tests.soak import SOAK
+from tests.soak import SOAK, twin
 
 
 def sharded(name, shape, mesh, cuts, splits=None, flatten=False):
@@ -57,6 +57,7 @@ def chunks_of(plan, ranks, extra=0, gives_back=True):
     ]
 
 
+@twin
 @given(cases(), st.integers(1, 200), st.sampled_from(["balanced", "cyclic", None]))
 def test_every_element_goes_to_the_owner_once_and_back_to_all_who_hold_it(case, size, owners):
     specs, mesh = case

@@ -15,6 +15,7 @@ from samestep.plan.exchanges import Exchange
 from samestep.plan.layouts import Holding, Holdings, addends, by_box, whole, whole_on
 from samestep.plan.sharding import Bucket, ParamSpec, ShardingPlan, plan_sharding
 from tests.inside.plan import compared
+from tests.soak import twin
 
 KEY = (0, "")
 MESH = (2, 3)
@@ -97,6 +98,7 @@ def test_every_rank_gets_what_it_needs(case, per_host):
         assert known == set(exchange.givers(KEY, rank))
 
 
+@twin
 @given(st.lists(cases(), min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_tensors_that_lie_alike_are_counted_as_often_as_there_are(some, random):
     """Whole on one rank or on several, on either side, as blocks are."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from samestep.plan.flat import places, plan_flat
 from samestep.plan.sharding import ParamSpec
 from tests.inside.plan.test_sharding import matrix, param_lists
+from tests.soak import twin
 
 plans = st.builds(
     lambda params, ranks, size: plan_flat(params, ranks, bucket_elements=size),
@@ -17,6 +18,7 @@ plans = st.builds(
 )
 
 
+@twin
 @given(plans)
 def test_pieces_lie_in_their_buckets_as_in_their_parameters(plan):
     """Elements numbered in every parameter: read through segments, they are those of views."""

@@ -104,6 +104,7 @@ def test_a_shape_may_tell_active_experts_of_none():
     assert model.active_share == 1
 
 
+@twin
 def test_experts_are_gathered_by_those_who_have_the_same():
     model = load_model("deepseek-v3", torch.bfloat16)
     degrees, settings = Degrees(128, pp=16, ep=4), Settings(sharding="zero3")

@@ -9,8 +9,10 @@ from samestep.lab.estimate.grid import one_axis
 from samestep.lab.estimate.grid_plan import plan_on_grid
 from samestep.lab.estimate.memory import kept_memory, rank_memory
 from samestep.rules.orthogonalize import orthogonalize_flops
+from tests.soak import twin_cases
 
 
+@twin_cases("gpt-175b-174.6")
 @pytest.mark.parametrize(
     ("name", "billions"),
     [

@@ -11,7 +11,7 @@ from samestep.lab.estimate.timeline import simulate
 from samestep.lab.estimate.training import Training
 from samestep.mesh.degrees import Degrees
 from samestep.plan.transfers import Traffic
-from tests.soak import some
+from tests.soak import some, twin
 
 H200 = PRESETS["h200x8"]
 
@@ -46,6 +46,7 @@ def test_twice_the_ranks_cost_what_latency_explains(buffers):
     assert seconds[512] <= 0.060
 
 
+@twin
 @pytest.mark.parametrize(("name", "ranks"), some([("llama-7b", 512), ("llama-70b", 1024)]))
 def test_little_communication_is_exposed(name, ranks):
     """Of an iteration of 4096 tokens per rank."""

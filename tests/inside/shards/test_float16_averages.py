@@ -10,6 +10,7 @@ from torch import nn
 import samestep
 from samestep.shards.replicated import reduction
 from tests.ranks import run_forked
+from tests.soak import twin
 
 RANKS = 4
 LAYOUTS = {
@@ -106,6 +107,7 @@ def test_the_mean_is_that_of_float32(found, name):
             assert torch.equal(own_values[key], value), key
 
 
+@twin
 def test_sums_of_float16_would_overflow(monkeypatch):
     """Where a backend adds: without the division the step is skipped."""
     monkeypatch.setattr(reduction, "divides_first", lambda *_, **__: False)

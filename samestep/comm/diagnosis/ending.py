@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -33,10 +34,11 @@ NOWHERE = "no operation of samestep"
 GRACE_S = 5.0  # from the message to the end of a process that does not end by itself
 
 _PACKAGE = Path(__file__).parents[2]
+TORCH = str(Path(torch.__file__).parent)
 # Commands such as `samestep train` are scripts; who waits for a data loader waits for no rank.
 WAITING_IN = (
     *(
-        str(Path(torch.__file__).parent / name)
+        str(Path(TORCH, name))
         for name in ("distributed", "autograd", "optim", "utils/_contextlib.py")
     ),
     *(str(_PACKAGE / name) for name in ("comm", "fsdp", "optimizer", "parallel", "shards")),
@@ -86,20 +88,41 @@ def positions_elsewhere(attendance: Attendance, silent: set[int], answered: set[
     return found
 
 
-def line_of(thread: int | None) -> tuple[bool, str]:
-    """Whether a thread waits for other ranks, and its line of the script."""
+def ended_after(ended: Mapping[int, str], steps_of: Callable[[int], int], step: int) -> list[str]:
+    """Sentences about ranks that have said that they end: a skipped step shows by its number.
+
+    ended: by rank its error, "" if there was none. steps_of: how many steps a rank has begun.
+    """
+    return [
+        f"Rank {rank} ended {f'by {text}' if text else 'without an error'} after its step "
+        f"{steps_of(rank)}; this is step {step}"
+        for rank, text in ended.items()
+    ]
+
+
+def line_of(thread: int | None, trace: TracebackType | None = None) -> tuple[bool, str]:
+    """Whether a thread is where one waits for other ranks, and the line of the script it is at.
+
+    trace: of the error that has ended what the thread did; None: it is where it is now.
+    """
     frame = sys._current_frames().get(thread or 0)
-    if frame is None:
+    if trace is not None:
+        frames = traceback.extract_tb(trace)
+    elif frame is not None:
+        frames = traceback.extract_stack(frame)
+    else:
         return False, "an unknown place"
     stack = [
         each
-        for each in traceback.extract_stack(frame)
+        for each in frames
         if "site-packages" in each.filename or not each.filename.startswith(STANDARD_LIBRARY)
     ]
     scripts = [each for each in stack if not each.filename.startswith(WAITING_IN)]
     if not scripts:
         return False, "an unknown place"
-    return scripts[-1] is not stack[-1], f"{scripts[-1].filename}:{scripts[-1].lineno}"
+    # The script's own line tells more than torch's that it has called.
+    own = [each for each in scripts if not each.filename.startswith(TORCH)] or scripts
+    return scripts[-1] is not stack[-1], f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def end_process(error: CollectiveError, thread: int) -> None:

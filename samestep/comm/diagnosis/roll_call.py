@@ -110,6 +110,7 @@ class RollCall:
         self._joined = Background(self._join)
         self._look: Background[bool] | None = None
         self._attendance: Attendance | None = None
+        self._holding = threading.Lock()  # the thread of steps and the watch may both want to
 
     def _join(self) -> str:
         """Leave this process's name; a store may outlive a group, so keys have its number."""
@@ -141,13 +142,14 @@ class RollCall:
         It ends early when all have answered but those whose process is known to have ended.
         A group fails once: asked again, it gives what it has found then.
         """
-        if self._attendance is None:
-            deadline = max(since + ANSWER_S, time.monotonic() + LAST_CALL_S)
-            attendance = Attendance(expected, {self._place: answer}, seconds=deadline - since)
-            asking = Background(lambda: self._ask(answer, deadline, attendance))
-            asking.ended(deadline + LAST_CALL_S - time.monotonic())
-            self._attendance = attendance
-        return self._attendance
+        with self._holding:
+            if self._attendance is None:
+                deadline = max(since + ANSWER_S, time.monotonic() + LAST_CALL_S)
+                attendance = Attendance(expected, {self._place: answer}, seconds=deadline - since)
+                asking = Background(lambda: self._ask(answer, deadline, attendance))
+                asking.ended(deadline + LAST_CALL_S - time.monotonic())
+                self._attendance = attendance
+            return self._attendance
 
     def _ask(self, answer: Answer, deadline: float, attendance: Attendance) -> None:
         self._joined.ended(deadline - time.monotonic())

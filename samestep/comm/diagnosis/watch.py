@@ -1,7 +1,7 @@
 """Names a rank that is gone or out of step, also where the host never waits for a collective.
 
 Each rank has one thread, the `Watch`, which talks to the others through the store of the default
-process group and never touches the device while all is well. It answers the roll calls of others:
+process group, never touches the device while all is well, and answers the roll calls of others:
 in which operation and at which line of Python this rank is.
 
 Over gloo the host waits for collectives: `flight.Flight.wait` raises for ours, and torch for its
@@ -40,13 +40,8 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm import nccl
-from samestep.comm.diagnosis.ending import (
-    NOWHERE,
-    end_process,
-    line_of,
-    positions_elsewhere,
-    verdict,
-)
+from samestep.comm.diagnosis import ending
+from samestep.comm.diagnosis.ending import NOWHERE
 from samestep.comm.diagnosis.flight import (
     CollectiveError,
     has_passed,
@@ -76,7 +71,6 @@ POLL_S = 0.5
 RANKS_PER_POLL_S = 256  # of larger jobs each rank asks the store less often
 ROLL_CALL_S = 2.0  # that other ranks have for an answer: several polls
 SUSPICIOUS_S = 1.0  # in flight for longer than that: the others are asked after
-NEWLINE = "\n"
 BACKENDS = ("gloo", "nccl")
 OFF = "SAMESTEP_WATCH"  # "0" in the environment: nothing is watched
 _log = logging.getLogger("samestep")
@@ -114,7 +108,7 @@ class Watch:
         self._on_device = on_device
         self._pause = max(POLL_S, size / RANKS_PER_POLL_S)  # seconds
         self._calls = RollCall(dist.PrefixStore("samestep_watch", store), rank)
-        self._end = end_process if end is None else end
+        self._end = ending.end_process if end is None else end
         self._torch_operations = torch_operations
         self._patience = patience  # for collectives of torch
         self._thread_of_steps = threading.main_thread().ident
@@ -353,9 +347,9 @@ class Watch:
         self._stopping.set()
         self._end(self.failed, self._thread_of_steps or 0)
 
-    def _held(self, reason: str | None) -> CollectiveError:
+    def _held(self, reason: str | None, trace: TracebackType | None = None) -> CollectiveError:
         """Hold a roll call; `reason`: why this rank calls, None if it only answers."""
-        inside, line = line_of(self._thread_of_steps)
+        inside, line = ending.line_of(self._thread_of_steps, trace)
         operation = self._oldest()
         waits = inside or reason is not None or operation is not None
         position = f"{operation or NOWHERE}, step {self._step}, at {line}"
@@ -366,7 +360,7 @@ class Watch:
         since = time.monotonic() - ANSWER_S + ROLL_CALL_S
         attendance = self._attendance = self._calls.hold(answer, since, expected)
         answers = dict(attendance.answers)  # a copy: the roll call may still be at it
-        text = verdict(attendance, answers, ended, range(self._size), self._rank)
+        text = ending.verdict(attendance, answers, ended, range(self._size), self._rank)
         positions = {rank: answers[rank].operation for rank in sorted(answers)}
         head = operation or NOWHERE
         return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
@@ -380,7 +374,12 @@ class Watch:
         """
         self._held(None)
         assert self._attendance is not None
-        return positions_elsewhere(self._attendance, silent, answered)
+        found = ending.positions_elsewhere(self._attendance, silent, answered)
+        ended = Background(lambda: ending.ended_after(self._ended_by(), self._steps, self._step))
+        return found + ((ended.value or []) if ended.ended(1.0) else [])
+
+    def _steps(self, rank: int) -> int:
+        return int(self._store.get(self._key("steps", rank)))
 
     def _ended_by(self) -> dict[int, str]:
         """Other ranks that have said that they end, with their error, "" if there was none."""
@@ -402,10 +401,10 @@ class Watch:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Tell the others before this process ends; then what the hook was before."""
-        told = f"{kind.__name__}: {str(error).strip().split(NEWLINE)[0]}"
+        told = f"{kind.__name__}: {str(error).strip().partition(chr(10))[0]}"
         if is_of_communication(error):
             # Not alone: the others wait as well, and who ends first looks like the one at fault.
-            _log.critical("%s", self._held(told))
+            _log.critical("%s", self._held(told, trace))
         self._say_ended(told)
         self._hook(kind, error, trace)
 
@@ -418,6 +417,7 @@ class Watch:
         self._stopping.set()
 
         def tell() -> None:
+            self._store.set(self._key("steps"), str(self._step))
             self._store.set(self._key("ended"), text)
             self._store.add("samestep/watch/ended", 1)
 

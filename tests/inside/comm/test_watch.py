@@ -158,6 +158,32 @@ def test_rank_that_raises_is_named_with_its_error_at_once(make, capsys) -> None:
     assert "RuntimeError: out of data" in capsys.readouterr().err  # as without a watch
 
 
+@pytest.mark.parametrize(
+    ("kind", "how"), [(None, "without an error"), (KeyError, "by KeyError: 7")]
+)
+def test_the_last_step_of_a_rank_that_ended_is_told(make, kind, how) -> None:
+    first, second = make(0), make(1)
+    for _ in range(3):
+        first.step()
+    second.step()
+    if kind is None:
+        second.watch._goodbye()
+    else:
+        second.watch._on_exception(kind, kind(7), None)
+    said = f"Rank 1 ended {how} after its step 1; this is step 3"
+    assert said in first.watch.elsewhere(set(), {0})
+
+
+def test_an_error_is_told_with_the_line_it_came_from(make) -> None:
+    make(0)
+    second = make(1)
+    try:
+        torch.linalg.inv(torch.zeros(2, 3))
+    except RuntimeError as error:
+        found = second.watch._held("late", error.__traceback__)
+    assert f"rank 1 in no operation of samestep, step 0, at {__file__}:" in str(found)
+
+
 def test_rank_that_ended_well_is_missed_only_by_who_waits(make) -> None:
     first, second = make(0), make(1)
     second.watch._goodbye()

@@ -52,7 +52,9 @@ class ShardValues:
         Returns:
             A function that waits, and gives the state of one process.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no gather_state(), which whole_state() and saving need"
+        )
 
     def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """State of this rank as boxes of whole tensors."""

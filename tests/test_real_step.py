@@ -387,7 +387,7 @@ def test_a_divisor_needs_ranks_and_a_sensible_value():
     def group(**keys):
         return [{"params": [nn.Parameter(torch.zeros(4, 4))], "rule": "muon", **keys}]
 
-    with pytest.raises(ValueError, match=r"param_groups\[0\].*need other ranks"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\].*this is the only rank"):
         samestep.MuonAdamW(group(divisor=4))
 
     def job(rank):

@@ -918,7 +918,7 @@ def test_what_no_decay_takes():
     for kind in (samestep.MuonAdamW, samestep.AdamW):
         with pytest.raises(ValueError, match="no_decay need"):
             kind([{"params": [raw(4)], "rule": "adamw"}], no_decay="scalar")
-    with pytest.raises(ValueError, match="'no_decay' is an option of the whole optimizer"):
+    with pytest.raises(ValueError, match="'no_decay' concerns the whole optimizer"):
         samestep.MuonAdamW([{"params": [raw(4)], "rule": "adamw", "no_decay": ()}])
     overrides = {"*norm*": {"weight_decay": 0.3}}
     opt = samestep.MuonAdamW(gpt(), no_decay="scalar", overrides=overrides)

@@ -99,8 +99,8 @@ class GroupChecks:
         if count != len(before):
             has = f"a {type(now).__name__} now" if count is None else f"{count} now"
             raise UnknownParameterError(
-                f"param_groups[{index}] was built with {len(before)} parameters and now "
-                f"has {has}: do not change its list, call opt.add_param_group()"
+                f"param_groups[{index}] was built with {len(before)} parameters and has "
+                f"{has}: do not change its list, call opt.add_param_group()"
             )
         return before
 

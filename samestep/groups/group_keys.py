@@ -231,7 +231,7 @@ def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
         return told
     if key in OF_THE_OPTIMIZER:
         return (
-            f"{key!r} is an option of the whole optimizer and has no effect in a group: "
+            f"{key!r} concerns the whole optimizer, and in a group it does nothing: "
             f"pass {key}= to the optimizer"
         )
     readers = _readers(key)
@@ -257,7 +257,7 @@ def said_here(key: str, value: Any = ...) -> str | None:
         return (
             f"{key!r} is {peer.whose}; in samestep weight decay or moments are set by {peer.here}"
         )
-    return f"{key!r} is {peer.whose} spelling and has no effect in samestep: write {peer.here}"
+    return f"{key!r} is {peer.whose} spelling and would do nothing here: write {peer.here}"
 
 
 def likely_option(key: str, rule: Rule) -> str | None:

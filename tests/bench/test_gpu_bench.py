@@ -100,7 +100,7 @@ def test_orthogonalize(tmp_path, capsys):
         ("step --device cpu --set large", "--set: 'large' is unknown; choose from gpt-1280"),
         ("step --device cpu --set tiny --rounds -1", "--rounds must be at least 1, got -1"),
         ("step --device cpu --set tiny --warmup 0", "--warmup must be at least 1, got 0"),
-        ("step --device cpu --set tiny --variants mine", "--variants: 'mine' is not known"),
+        ("step --device cpu --set tiny --variants mine", "--variants: 'mine' is unknown"),
         ("step --device cpu", "--device cpu only works with --set tiny"),
         ("step", "--device cuda needs a CUDA device, and there is none here"),
         ("step --rounds few", "argument --rounds: invalid int value"),

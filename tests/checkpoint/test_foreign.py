@@ -214,7 +214,7 @@ def test_what_is_refused_of_megatron(files, tmp_path):
         buckets, tmp_path / "a", names=names[::-1], match="at the place of 'embed.weight' differ"
     )
     refused(buckets, tmp_path / "a", names=names[1:], match="would end at .* of bucket")
-    refused(buckets, tmp_path / "a", names=[*names, "other"], match="a name 'other', which")
+    refused(buckets, tmp_path / "a", names=[*names, "other"], match="has the name 'other', which")
     tensors = {"a": torch.ones(3), "optimizer.state.exp_avg.b": torch.ones(3)}
     write_megatron(tmp_path / "one", tensors, GROUPS)
     refused(tmp_path / "one", tmp_path / "a", match="state of 'b' and no such parameter")

@@ -584,7 +584,7 @@ def test_claims_of_metadata(tmp_path, ways):
         "as (6, 4) torch.int32": lambda m: setattr(
             m.state_dict_metadata[key].properties, "dtype", torch.int32
         ),
-        "announced as (4, 6)": lambda m: (
+        "as (4, 6)": lambda m: (
             setattr(m.state_dict_metadata[key], "size", torch.Size([4, 6])),
             setattr(chunk(m), "sizes", torch.Size([4, 6])),
         ),

@@ -142,7 +142,7 @@ def test_what_is_refused(tmp_path, capsys):
     names.write_text(json.dumps([GROUPS[0], GROUPS[1], GROUPS[2]]))
     assert "groups of [1, 1, 3] names" in refused(*both)
     names.write_text(json.dumps([*GROUPS[:3], ["high"]]))
-    assert "a name 'high', which the model does not have" in refused(*both)
+    assert "--names has 'high', which the model does not have" in refused(*both)
     names.write_text("{")
     assert "is no JSON" in refused(*both)
     names.write_text(json.dumps(GROUPS))

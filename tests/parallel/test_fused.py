@@ -481,7 +481,7 @@ def test_what_is_refused():
             "'layers.0.attention' is a Attention, and only an nn.Linear can have fused parts"
             in found["no linear layer"]
         )
-        assert "'layers.0.attention.out' is in row and in fused" in found["twice"]
+        assert "'layers.0.attention.out' is in both Plan.row and Plan.fused" in found["twice"]
         assert "'layers.0.attention.qkv' is matched by 2 patterns" in found["two patterns"]
         assert "'layers.0.attention.qkv' have 16 + 8 rows, and it has 32" in found["sum"]
         assert "have 32 + 0 rows, and it has 32" in found["no rows"]

@@ -83,7 +83,12 @@ class FusedHeads(nn.Module):
 @pytest.mark.parametrize(
     ("model", "plan", "asked", "message"),
     [
-        (GPT(DENSE), gpt_plan(DENSE), {"ep": 2}, "ep is 2, and the plan names no experts"),
+        (
+            GPT(DENSE),
+            gpt_plan(DENSE),
+            {"ep": 2},
+            "the mesh has ep=2, and the plan names no experts",
+        ),
         (GPT(MOE), gpt_plan(MOE), {"tp": 3}, "which 3 ranks of the model axis cannot share"),
         (
             GPT(MOE),

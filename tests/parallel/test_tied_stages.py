@@ -244,7 +244,7 @@ def stages_of_ones_own(rank):
     stage, pipe, _ = axes(2)
     part = (First, Last)[rank](Whole())
     tie(part, *NAMES, places=(0, 1))
-    with pytest.warns(UserWarning, match="replicas differ"), torch.no_grad():
+    with pytest.warns(UserWarning, match="parameters differ between ranks"), torch.no_grad():
         # The head was made anew: it takes the values of the first stage.
         opt = samestep.MuonAdamW(part, **OPTIONS, process_group=stage, stage_group=pipe)
     schedule = ScheduleGPipe(
@@ -366,7 +366,9 @@ def test_what_cannot_be_tied_is_refused_on_every_rank():
 
 def on_a_mesh(rank):
     mesh = build(pp=2)
-    with pytest.raises(StagePlanError, match="which have whole copies of it, and FSDP2 would cut"):
+    with pytest.raises(
+        StagePlanError, match="which have whole copies of it, and FSDP2 would shard"
+    ):
         Stack(tied(), gpt_plan(CONFIG), mesh, loss=mean_loss)
     stack = Stack(tied(), gpt_plan(CONFIG), mesh, loss=mean_loss, fsdp=False)
     opt = stack.optimizer(**OPTIONS, reduction="ordered")

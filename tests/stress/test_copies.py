@@ -160,5 +160,5 @@ def test_they_are_run_when_they_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["clipped,all", "clipped,", "clipped,none_such"])
 def test_scenarios_that_are_not_known_are_refused(name):
-    with pytest.raises(BadRequestError, match=r"--scenario .* is not known"):
+    with pytest.raises(BadRequestError, match=r"--scenario .* is unknown"):
         Options(scenario=name).check()

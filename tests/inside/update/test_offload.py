@@ -81,7 +81,7 @@ def test_what_cannot_run_is_refused():
         samestep.AdamW([param], offload="all")
     with pytest.raises(ValueError, match=r"offload='state' and compile cannot be combined"):
         samestep.AdamW([param], offload="state", compile=True)
-    with pytest.raises(ValueError, match=r"offload='state' and cuda_graph exclude each other"):
+    with pytest.raises(ValueError, match=r"offload='state' and cuda_graph cannot be combined"):
         samestep.AdamW([param], offload="state", cuda_graph=True)
     with pytest.raises(
         ValueError, match="is for parameters on a CUDA GPU, and there is one on xla"

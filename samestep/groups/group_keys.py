@@ -257,7 +257,7 @@ def said_here(key: str, value: Any = ...) -> str | None:
         return (
             f"{key!r} is {peer.whose}; in samestep weight decay or moments are set by {peer.here}"
         )
-    return f"{key!r} is {peer.whose} spelling and would do nothing here: write {peer.here}"
+    return f"{key!r} is {peer.whose} spelling, which would do nothing here: write {peer.here}"
 
 
 def likely_option(key: str, rule: Rule) -> str | None:

@@ -485,7 +485,10 @@ def test_what_is_refused():
         assert "'layers.0.attention.qkv' is matched by 2 patterns" in found["two patterns"]
         assert "'layers.0.attention.qkv' have 16 + 8 rows, and it has 32" in found["sum"]
         assert "have 32 + 0 rows, and it has 32" in found["no rows"]
-        assert "8 rows of 'layers.0.attention.qkv' are no 3 equal heads" in found["heads"]
+        assert (
+            "8 rows of 'layers.0.attention.qkv' cannot be divided into 3 equal heads"
+            in found["heads"]
+        )
         assert "a part of 2 heads, which 4 ranks of the model axis" in found["queries"]
         assert "parts of 4 and of 3 heads, neither of which divides the other" in found["groups"]
         assert "a part of 18 rows, which 4 ranks of the model axis" in found["rows"]

@@ -137,4 +137,4 @@ def test_a_part_of_another_shape_on_one_rank_is_told_on_all():
     assert second[0] == "ValueError"
     assert first[0] == "RanksDisagreeError"
     for _, text in (first, second):
-        assert "parameter 'weight': rank 1 holds (3, 2) and by its placements" in text
+        assert "parameter 'weight': rank 1 holds a shard of shape (3, 2)" in text

@@ -495,7 +495,7 @@ def test_a_tied_parameter_is_stepped_once():
 def test_a_parameter_listed_twice_is_told_of(rule):
     """In one group a warning, as torch has; in two groups an error."""
     [param] = draw_parameters([(4, 6)])
-    with pytest.warns(UserWarning, match="duplicate parameters.*once a step.*List it once"):
+    with pytest.warns(UserWarning, match="duplicate parameters.*once per step.*List it once"):
         optimizer = OPTIMIZERS[rule]([param, param])
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
     with pytest.raises(ValueError, match="more than one parameter group"):

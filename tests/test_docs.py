@@ -195,3 +195,14 @@ def test_public_names_are_in_the_reference():
     wanted = {f"samestep.{name}" for name in top}
     wanted |= {f"{m}.{name}" for m in MODULES for name in listed[m] if name not in top}
     assert wanted - shown == set()
+
+
+def test_pages_that_code_names_are_there():
+    named = {
+        (path.name, page, heading)
+        for path in (ROOT / "samestep").rglob("*.py")
+        for page, heading in re.findall(r"\bdocs/([\w/]+\.md)(?:#([\w-]+))?", path.read_text())
+    }
+    assert len(named) >= 5
+    assert {n for n in named if not (DOCS / n[1]).is_file()} == set()
+    assert {n for n in named if n[2] and n[2] not in anchors(DOCS / n[1])} == set()

@@ -310,7 +310,7 @@ def test_a_sum_that_was_taken_back():
         model = fully_shard(nn.Linear(5, 7), mesh=mesh_of((2,)))
         use_ordered_reduction(model)
         model.set_force_sum_reduction_for_comms(False)
-        with pytest.raises(RuntimeError, match=r"in place of a sum; do not call"):
+        with pytest.raises(RuntimeError, match=r"instead of a sum: do not call"):
             model(inputs(rank)).sum().backward()
 
     run_forked(2, job)

@@ -231,7 +231,7 @@ def test_in_one_process():
 
 def test_mistakes_name_what_there_is():
     opt = build(Net())
-    with pytest.raises(KeyError, match=r"no parameter 'heads'; there are .*head"):
+    with pytest.raises(KeyError, match=r"no parameter 'heads'; it has .*head"):
         opt.full_parameter("heads")
     with pytest.raises(KeyError, match=r"'head.bias' has no state 'momentum'; it has \['exp_avg"):
         opt.full_state("head.bias", "momentum")

@@ -41,7 +41,7 @@ def test_the_routers_of_older_releases():
 
 def test_an_unknown_recipe_is_refused(capsys):
     assert main(["recipes", "llamas"]) == 2
-    assert "there is no recipe 'llamas'; there is: bert, bloom" in capsys.readouterr().err
+    assert "there is no recipe 'llamas'; choose from bert, bloom" in capsys.readouterr().err
 
 
 def test_all_recipes(capsys):

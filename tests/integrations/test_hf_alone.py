@@ -66,5 +66,5 @@ def test_the_callback_needs_transformers():
 def test_a_kind_that_is_no_optimizer_of_ours_is_told(kind):
     """At once, and not when the Trainer builds it."""
     for build in (samestep.hf.factory, lambda kind: samestep.hf.optimizer(nn.Linear(2, 2), kind)):
-        with pytest.raises(TypeError, match=r"kind must be samestep.MuonAdamW.*the class itself"):
+        with pytest.raises(TypeError, match=r"kind must be samestep.MuonAdamW.*give the class"):
             build(kind)

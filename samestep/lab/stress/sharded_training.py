@@ -175,7 +175,7 @@ class TwoOptimizers(Training):
         params = list(named_params(copy).values())
         options = {key: self._distribution[key] for key in ("sharding", "overlap_grad_reduce")}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="replicas differ")
+            warnings.filterwarnings("ignore", message="parameters differ between ranks")
             both = [
                 samestep.AdamW(own, bucket_size=200, crossover=1, **options)
                 for own in (params[::2], params[1::2])

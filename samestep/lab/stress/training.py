@@ -79,7 +79,7 @@ class Training:
         options |= self._products()
         with warnings.catch_warnings():
             if self.scenario.starts_differ:
-                warnings.filterwarnings("ignore", message="replicas differ")
+                warnings.filterwarnings("ignore", message="parameters differ between ranks")
             return samestep.MuonAdamW(self.model, **options)
 
     def _products(self) -> dict[str, Any]:

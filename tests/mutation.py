@@ -1,6 +1,6 @@
 """Small mistakes in the core, one at a time, and whether the tests that run a line see it.
 
-    python -m pytest -n 3 --cov --cov-context=test         # what runs each line
+    python -m pytest --lanes 3 --cov --cov-context=test    # what runs each line
     python -m tests.mutation --data .coverage --count 100 --out out/mutation.json
 
 A mistake is a swapped comparison, a negated condition, a number that is one off, a sum for a

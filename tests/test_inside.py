@@ -58,6 +58,7 @@ EXCEPTIONS = {
     },
     "mesh/test_build.py": {"comm.groups.registry"},
     "nccl/test_checkpoints.py": {"comm.nccl.sharing_problem"},
+    "nccl/test_host.py": {"comm.nccl.sharing_problem"},
     "nccl/test_products.py": {"comm.nccl.sharing_problem"},
     "nccl/test_restart.py": {"comm.nccl.sharing_problem"},
     "nccl/test_shared_gpu.py": {"comm.nccl.sharing_problem"},

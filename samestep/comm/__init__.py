@@ -1,1 +1,1 @@
-"""The only place that issues a collective."""
+"""Issue collectives: no other package of samestep does."""

@@ -1,6 +1,6 @@
 """Collectives on segments: buffers of which every rank owns a range.
 
-Each returns a `Pending`, which keeps its buffers alive until it was waited for.
+Each collective returns a `Pending`, which keeps its buffers alive until it was waited for.
 Segments may differ in length and may be empty. In a group of one rank nothing travels, and the
 result may be the very tensor that was given.
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """A collective in flight, or None if nothing travels. `wait()` gives its result, once."""
+    """A collective in flight, if anything travels; `wait()` returns the result, once."""
 
     def __init__(
         self, flight: Flight | None, buffers: tuple[Tensor, ...], result: Callable[[], T]
@@ -33,9 +33,9 @@ class Pending(Generic[T]):
         self._result = result
 
     def advance(self) -> None:
-        """Launch what can only be launched when something else is over, if there is any.
+        """Launch the second of two chained collectives, if there is one.
 
-        Whoever has several on their way calls this at times that are the same on all ranks.
+        All ranks call `advance` in the same order among their collectives.
         """
 
     def wait(self) -> T:
@@ -52,8 +52,8 @@ S = TypeVar("S")
 class Chained(Pending[T], Generic[S, T]):
     """A collective followed by another on its result.
 
-    Where the host waits, the second is launched by `advance`, or when somebody waits for it. A GPU
-    waits on `stream`, beside what it computes: there the second is launched at once.
+    Where the host waits, the second is launched by `advance` or `wait`. A GPU waits on `stream`,
+    beside its compute stream: there the second is launched at once.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Chained(Pending[T], Generic[S, T]):
 def add_up(
     transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool = False
 ) -> Pending[Tensor]:
-    """Sum a buffer over ranks by plan; each rank gets its segment."""
+    """Sum a buffer over ranks by its planned collective; each rank gets its segment."""
     if transfer.traffic is Traffic.ALL_REDUCE:
         return total(transfer.name, buffer, group)
     assert transfer.sizes is not None
@@ -103,7 +103,7 @@ def add_up(
 def _add_up_in_two(
     transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool
 ) -> Pending[Tensor]:
-    """The column's sum inside the host, then the sum of this rank's segment across hosts."""
+    """Sum a column inside the host, then this rank's segment across hosts."""
     assert group.levels is not None
     assert transfer.sizes is not None
     inside, across = group.levels
@@ -120,7 +120,7 @@ def _add_up_in_two(
 
 
 def _beside(group: RankGroup, device: torch.device) -> torch.cuda.Stream | None:
-    """Stream on which collectives are awaited; None: the host waits."""
+    """Return the stream that waits for collectives; None if the host waits."""
     return _stream(device) if is_nccl(group, device) else None
 
 
@@ -130,7 +130,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _columns(sizes: Sequence[int], levels: Levels) -> tuple[list[int], Sequence[int]]:
-    """Elements of every column, and of the segments of mine."""
+    """Return the elements of every column, and of each segment of this rank's column."""
     hosts = levels.across.size
     columns = [sum(sizes[start : start + hosts]) for start in range(0, len(sizes), hosts)]
     first = levels.inside.rank * hosts
@@ -140,12 +140,12 @@ def _columns(sizes: Sequence[int], levels: Levels) -> tuple[list[int], Sequence[
 def exchange_segments(
     name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup, *, reuse: bool = False
 ) -> Pending[Tensor]:
-    """Sum every rank's segments in rank order, in fp32 or wider; each rank gets its own sum.
+    """Sum segments in rank order, in fp32 or wider; each rank gets the sum of its segment.
 
-    Where hosts are known, each host's are summed first, as in two levels.
-    An all-to-all and a local sum: the bytes of a reduce-scatter, and a sum that does not depend
-    on where a segment lies. With `reuse` the sum may lie in a buffer, which lives as long as it
-    does.
+    Where hosts are known, the ranks of each host are summed first, as in two levels.
+    An all-to-all and a local sum send as many bytes as a reduce-scatter, and the sum does not
+    depend on where a segment lies. With `reuse` the sum may be a view of `buffer` or of the
+    receive buffer.
     """
     transfer = of_segments(Traffic.EXCHANGE, name, buffer.dtype, sizes)
     return _exchanged(transfer, buffer, group, reuse=reuse)
@@ -190,9 +190,9 @@ def move_parts(
     incoming: Sequence[int],
     group: RankGroup,
 ) -> Pending[Tensor]:
-    """Send parts of a buffer to other ranks, and get theirs, rank after rank.
+    """Send parts of a buffer to other ranks, and return theirs, in rank order (all-to-all).
 
-    `outgoing` and `incoming` are elements to and from each rank.
+    `outgoing` and `incoming` are the numbers of elements to and from each rank.
     """
     if not transfer.elements:
         return Pending(None, (buffer,), lambda: buffer.new_empty(0))
@@ -209,7 +209,7 @@ def move_parts(
 def reduce_segments(
     name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[Tensor]:
-    """Sum every rank's segments as the backend does; each rank gets the sum of its own."""
+    """Sum segments by the backend's reduce-scatter; each rank gets the sum of its segment."""
     return _reduced(of_segments(Traffic.REDUCE_SCATTER, name, buffer.dtype, sizes), buffer, group)
 
 
@@ -225,7 +225,7 @@ def _reduced(transfer: Transfer, buffer: Tensor, group: RankGroup) -> Pending[Te
 class Gathered(NamedTuple):
     """A buffer with the segments of all other ranks.
 
-    Own elements may be in it or not; if they are, they are not valid.
+    This rank's own segment may be in the buffer or not; if it is, it may not be valid.
     """
 
     stretch: Tensor
@@ -235,7 +235,7 @@ class Gathered(NamedTuple):
 def gather_segments(
     name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[list[Tensor]]:
-    """Gather the segments of all ranks on all."""
+    """Gather the segments of all ranks on every rank, as a list by rank."""
     if group.size == 1:
         return Pending(None, (segment,), lambda: [segment])
     if segment.dtype == torch.int16:  # which no backend sends: as bytes
@@ -259,7 +259,7 @@ def gather_segments(
 
 
 def _gather_of(name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup) -> Transfer:
-    """The transfer that gathers segments between these ranks, where no plan says it."""
+    """Return the transfer that gathers segments in a group, where no plan has it."""
     on_cpu, uneven = segment.device.type == "cpu", is_nccl(group, segment.device)
     return gather_of(name, segment.dtype, sizes, on_cpu=on_cpu, uneven=uneven)
 
@@ -267,9 +267,9 @@ def _gather_of(name: str, segment: Tensor, sizes: Sequence[int], group: RankGrou
 def gather_stretch(
     transfer: Transfer, segment: Tensor, group: RankGroup, into: Tensor | None = None
 ) -> Pending[Gathered]:
-    """Give everyone the segments of all ranks side by side, in `into` if that is given.
+    """All-gather segments of all ranks side by side, in `into` if that is given.
 
-    It has room for all segments; this rank's is there already: `segment` is that part of it.
+    `into` has room for all segments, and `segment` is the view of it for this rank.
     """
     if group.size == 1:
         return Pending(None, (segment,), lambda: Gathered(segment, 0))
@@ -298,7 +298,7 @@ def gather_stretch(
 def _gather_in_two(
     transfer: Transfer, segment: Tensor, group: RankGroup, into: Tensor | None
 ) -> Pending[Gathered]:
-    """The segments of this rank's column from other hosts, then the other columns in the host."""
+    """Gather this rank's column across hosts, then the other columns inside the host."""
     assert group.levels is not None
     assert transfer.sizes is not None
     name, sizes = transfer.name, transfer.sizes
@@ -326,12 +326,12 @@ def _gather_in_two(
 
 
 def is_nccl(group: RankGroup, device: torch.device) -> bool:
-    """Whether NCCL sends it: which waits on streams, and gathers unequal lengths in one call."""
+    """Whether a group uses NCCL, which waits on streams and gathers unequal lengths at once."""
     return f"{device.type}:nccl" in str(dist.get_backend_config(group.handle))
 
 
 def _others(sizes: Sequence[int], rank: int) -> tuple[slice, list[int]]:
-    """Smallest range with all other ranks' segments."""
+    """Return the smallest range with all other ranks' segments, and the sizes inside."""
     inside = list(sizes)
     if rank == 0:
         inside[0] = 0
@@ -343,25 +343,25 @@ def _others(sizes: Sequence[int], rank: int) -> tuple[slice, list[int]]:
 
 
 def maximum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
-    """The largest value of each element over all ranks."""
+    """All-reduce the maximum of each element over ranks, in place."""
     call = partial(dist.all_reduce, values, dist.ReduceOp.MAX)
     return _in_place(Traffic.ALL_REDUCE, name, values, group, call)
 
 
 def total(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
-    """The sum of each element over all ranks."""
+    """All-reduce the sum of each element over ranks, in place."""
     call = partial(dist.all_reduce, values, dist.ReduceOp.SUM)
     return _in_place(Traffic.ALL_REDUCE, name, values, group, call)
 
 
 def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
-    """Broadcast rank 0's values in place."""
+    """Broadcast the values of the group's first rank, in place."""
     call = partial(dist.broadcast, tensor, src=group.members[0])
     return _in_place(Traffic.BROADCAST, name, tensor, group, call)
 
 
 def sum_in_order(contributions: Sequence[Tensor], *, in_place: bool = False) -> Tensor:
-    """Add contributions one by one, in fp32 or wider; `in_place`: into the first if it is wide."""
+    """Return the sum in list order, in fp32 or wider; `in_place`: in the first, if it is wide."""
     first = contributions[0]
     wide = torch.promote_types(first.dtype, torch.float32)
     result = first if in_place and first.dtype == wide else first.to(wide, copy=True)
@@ -394,7 +394,7 @@ def _sent(
 def _launch(
     transfer: Transfer, group: RankGroup, device: torch.device, call: Callable[[], dist.Work | None]
 ) -> Flight:
-    """Launch a collective; all of them pass here."""
+    """Launch a collective, seen by watch and recorder; every collective passes here."""
     watched = watch.of(group.handle) if device.type == "cuda" else None
     operation = None if watched is None else watched(transfer, group.members)
     recording = recorder.current

@@ -1,6 +1,6 @@
-"""Runs an exchange: packs what this rank gives, issues one collective, unpacks what it gets.
+"""Run an exchange: pack the boxes to send, issue one collective, unpack the boxes received.
 
-`launch_gather` gives all ranks everything. `PackedExchange` sends from each rank to each other one.
+`launch_gather` is an all-gather. `PackedExchange` is an all-to-all.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ Values = Mapping[Key, Mapping[Box, Tensor]]
 def launch_gather(
     exchange: Exchange, held: Values, into: Values, group: RankGroup, like: Tensor
 ) -> Callable[[], None]:
-    """Start an exchange after which every rank has everything. Collective.
+    """Start an exchange that gathers all boxes on every rank. Collective.
 
     Args:
         exchange: The same on every rank; `is_gather` holds.
         held: This rank's boxes of the source layout. They may stay on another device than `like`.
         into: The boxes of the target layout, to be written.
-        group: Its places are the ranks of the exchange.
+        group: Process group; places in the group are the ranks of the exchange.
         like: Any tensor of the dtype and on the device that the collective sends.
 
     Returns:
@@ -52,20 +52,20 @@ def launch_gather(
 
 
 def _packed(hops: Sequence[Hop], held: Values, like: Tensor) -> Tensor:
-    """The boxes of all hops one after the other."""
+    """Return the boxes of all hops one after the other, flat."""
     if not hops:
         return like.new_empty(0)
     return torch.cat([_piece(hop, held).to(like.device).reshape(-1) for hop in hops])
 
 
 def _piece(hop: Hop, held: Values) -> Tensor:
-    """The part that travels of the box that this rank holds."""
+    """Return the part of a held box that travels, with the shape of `hop.box`."""
     tensor = held[hop.key][hop.held]
     return tensor if hop.box == hop.held else tensor[hop.box.within(hop.held).slices]
 
 
 def _put(hop: Hop, values: Tensor, into: Values) -> None:
-    """Write what has come into the box that this rank needs."""
+    """Write received values into the box that this rank needs."""
     tensor = into[hop.key][hop.needed]
     place = tensor if hop.box == hop.needed else tensor[hop.box.within(hop.needed).slices]
     place.copy_(values)
@@ -74,8 +74,8 @@ def _put(hop: Hop, values: Tensor, into: Values) -> None:
 class PackedExchange:
     """One rank's side of an exchange between any ranks, which is launched again and again.
 
-    All that it gives lies in one buffer, as `out` says, and all that it gets in another, as `into`
-    says. What it has and needs itself is in neither.
+    All that this rank sends lies in one buffer, packed as `out`; all that it receives lies in
+    another, packed as `into`. Parts that it both holds and needs are in neither.
     """
 
     def __init__(self, exchange: Exchange, group: RankGroup, device: torch.device) -> None:
@@ -94,20 +94,20 @@ class PackedExchange:
             self.send_packed(torch.cat(flat) if flat else self._nothing)
 
     def send_packed(self, buffer: Tensor) -> None:
-        """Start sending a buffer, (sum(out.sizes),)."""
+        """Start sending a buffer of shape (sum(out.sizes),)."""
         sizes = self.out.sizes, self.into.sizes
         self._waiting = move_parts(self._transfer, buffer, *sizes, self._group)
 
     def new_buffer(self) -> Tensor:
-        """Room for all that is sent."""
+        """Return an empty send buffer, (sum(out.sizes),)."""
         return self._nothing.new_empty(sum(self.out.sizes))
 
     def arrived(self) -> Tensor:
-        """Wait, and give the buffer that has come, (sum(into.sizes),)."""
+        """Wait, and return the received buffer, (sum(into.sizes),)."""
         assert self._waiting is not None
         received, self._waiting = self._waiting.wait(), None
         return received
 
     def arrived_parts(self) -> Iterable[tuple[PackedPart, Tensor]]:
-        """Wait, and give each part of `into` with its elements, (part.numel,)."""
+        """Wait, and return each part of `into` with its elements, (part.numel,)."""
         return zip(self.into.parts, torch.split(self.arrived(), self._sizes), strict=True)

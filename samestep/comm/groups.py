@@ -1,4 +1,4 @@
-"""Groups of ranks: who takes part, which place is mine, and which ranks share a host.
+"""Groups of ranks: the members, the place of this rank, and the ranks that share a host.
 
 Collectives of a group may go in two levels; a segment then crosses between hosts once:
 
@@ -29,9 +29,9 @@ _log = logging.getLogger("samestep")
 
 
 class RankGroup(NamedTuple):
-    """A process group with what is asked of it all the time.
+    """A process group with its members and the place of this rank.
 
-    hosts: on which its ranks are, as many on each, one host after the other; 1: or nobody knows.
+    hosts: number of hosts, with equally many ranks, one host after the other; 1 if not known.
     levels: collectives on segments go inside hosts and across them; places are then in the order
         of `in_two_levels`.
     """
@@ -45,19 +45,19 @@ class RankGroup(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """My host, and those who have my place on other hosts."""
+    """The ranks of this rank's host, and those with its place on each host."""
 
     inside: RankGroup
     across: RankGroup
 
 
 class GroupReduction(NamedTuple):
-    """The ranks that share a group's state, and what the sum of their gradients is divided by.
+    """The ranks that share a group's state, and the divisor of the sum of their gradients.
 
     Experts live on some ranks and see the tokens of more: the divisor is the number of ranks
-    whose losses are averaged. None: the number of ranks that hold them.
+    whose losses are averaged. None: the number of ranks that hold the parameters.
 
-    stages: ranks of several pipeline stages, whose gradients are addends; the number of stages.
+    stages: number of pipeline stages among the ranks; gradients of stages are addends.
     """
 
     ranks: RankGroup
@@ -67,7 +67,7 @@ class GroupReduction(NamedTuple):
 
 
 def rank_group(process_group: dist.ProcessGroup | None = None) -> RankGroup | None:
-    """The group to work in: the given one, the default one, or None when there is no other rank.
+    """Return the given group or the default group; None when there is no other rank.
 
     Raises if the given group does not contain this rank.
     """
@@ -83,7 +83,7 @@ def rank_group(process_group: dist.ProcessGroup | None = None) -> RankGroup | No
 
 
 class GroupCreation(NamedTuple):
-    """A group that was made, for traces: all ranks that make it do so in the same order."""
+    """A group that was made, for traces: all ranks that make it do so in one order."""
 
     members: tuple[int, ...]
     timeout: float | None  # seconds; None: the backend's own
@@ -98,8 +98,8 @@ class GroupCreation(NamedTuple):
 class GroupRegistry(threading.local):
     """One RankGroup per process group, also of one rank, and one process group per set of ranks.
 
-    It knows the groups of the present default group and forgets them with it. Per thread, since
-    in tests ranks are threads.
+    The registry has the groups of the present default group and forgets them with it. It is local
+    to a thread, since in tests ranks are threads.
 
     A new group has the timeout that is asked for, or else that of the default group: torch's own
     answer would be the backend's, 10 minutes for NCCL and 30 for others.
@@ -115,11 +115,11 @@ class GroupRegistry(threading.local):
 
     @property
     def creations(self) -> tuple[GroupCreation, ...]:
-        """The groups that were made since the default group was, in order."""
+        """Return the groups that were made since the default group was, in order."""
         return tuple(self._creations)
 
     def of(self, process_group: dist.ProcessGroup | None = None) -> RankGroup:
-        """The given group, or the default one. Raises if it does not contain this rank."""
+        """Return the given group, or the default one; raise if it does not contain this rank."""
         world = self._forget_others()
         handle = world if process_group is None else process_group
         known = self._by_handle.get(handle)
@@ -135,10 +135,10 @@ class GroupRegistry(threading.local):
         return known
 
     def of_ranks(self, ranks: Iterable[int], timeout: timedelta | None = None) -> RankGroup | None:
-        """The group of these global ranks, made when first asked for; None if I am not among them.
+        """Return the group of global ranks, made at the first call; None on other ranks.
 
-        All ranks of the default group must call this, in the same order. All of them together
-        are the default group.
+        All ranks of the default group must call this, in the same order. For all of its ranks
+        the result is the default group.
         """
         whole = self.of()
         members = tuple(sorted(set(ranks)))
@@ -154,10 +154,10 @@ class GroupRegistry(threading.local):
         return self._by_members[members]
 
     def of_members(self, ranks: Iterable[int]) -> RankGroup:
-        """The group of these global ranks, of which I am one, made when first asked for.
+        """Return the group of global ranks, with this one among them, made at the first call.
 
-        Only these ranks call it, all of them in the same order, and all are in equally many groups
-        then: torch names such a group by their number.
+        Only the members call this, all of them in the same order, and each is then in equally many
+        groups: torch names such a group by the number of groups.
         """
         whole = self.of()
         members = tuple(sorted(set(ranks)))
@@ -171,24 +171,24 @@ class GroupRegistry(threading.local):
         return found
 
     def known_among_members(self, ranks: Iterable[int]) -> bool:
-        """Whether `of_members` has made this group, of which other ranks have not heard."""
+        """Whether `of_members` has made this group, without the knowledge of other ranks."""
         return tuple(sorted(set(ranks))) in self._among_members
 
     def tell_everyone(self, ranks: Iterable[int]) -> None:
-        """Let `of_ranks` give a group that `of_members` has made. All ranks must call it."""
+        """Let `of_ranks` return a group made by `of_members`; all ranks must call this."""
         members = tuple(sorted(set(ranks)))
         self._by_members.setdefault(members, self._among_members.pop(members, None))
 
     def has_another(self, handle: dist.ProcessGroup) -> bool:
-        """Whether there is a group of the same ranks that is not this one."""
+        """Whether the registry has a different group of the same ranks."""
         members = tuple(sorted(dist.get_process_group_ranks(handle)))
         known = self._by_members.get(members) or self._among_members.get(members)
         return known is not None and known.handle is not handle
 
     def adopt(self, ranks: Iterable[int], handle: dist.ProcessGroup | None) -> None:
-        """Let `of_ranks` give a group of these global ranks that somebody else has made.
+        """Let `of_ranks` return a group of global ranks that was made elsewhere.
 
-        All ranks of the default group call it, where none of them `has_another`.
+        All ranks of the default group call this, where none of them `has_another`.
         handle: None on ranks that are not members.
         """
         members = tuple(sorted(set(ranks)))
@@ -197,7 +197,7 @@ class GroupRegistry(threading.local):
     def _made(
         self, members: tuple[int, ...], timeout: timedelta | None, *, everyone: bool
     ) -> RankGroup | None:
-        """A new process group. Logged before and after, so that a hang is not silent."""
+        """Make a process group; logged before and after, so that a hang is not silent."""
         whole = self.of()
         limit = default_timeout() if timeout is None else timeout
         me = dist.get_rank()
@@ -219,10 +219,10 @@ class GroupRegistry(threading.local):
         return self.of(handle) if creation.mine else None
 
     def forget(self) -> None:
-        """Let go of all groups, for a process that forks ranks after it had groups of its own.
+        """Drop all groups, for a process that forks ranks after it had groups of its own.
 
-        A forked child drops what the parent's other threads had, and gloo's end waits for threads
-        that are not there.
+        A forked child drops the objects of the parent's other threads, and the destructor of gloo
+        waits for threads that are not there.
         """
         self._world = None
         self._by_handle.clear()
@@ -231,7 +231,7 @@ class GroupRegistry(threading.local):
         self._creations.clear()
 
     def _forget_others(self) -> dist.ProcessGroup:
-        """The present default group; what was known of another one is forgotten."""
+        """Return the present default group; groups of an earlier one are forgotten."""
         world = dist.group.WORLD if dist.is_available() else None
         if world is None:
             raise RuntimeError(
@@ -244,12 +244,12 @@ class GroupRegistry(threading.local):
 
 
 def default_timeout() -> timedelta | None:
-    """The timeout of the default group; None if its backend does not tell."""
+    """Return the timeout of the default group; None if its backend does not tell."""
     return timeout_of(dist.group.WORLD)
 
 
 def timeout_of(handle: dist.ProcessGroup | None) -> timedelta | None:
-    """The timeout of a group; None if its backend does not tell."""
+    """Return the timeout of a group; None if its backend does not tell."""
     # torch has no public way to ask for it.
     device = "cuda" if "nccl" in dist.get_backend(handle) else "cpu"
     try:
@@ -264,13 +264,13 @@ registry = GroupRegistry()
 def fabric_of(
     group: RankGroup, device: torch.device, ranks_per_host: int | None, *, ordered: bool
 ) -> Fabric:
-    """The links of a group. Hosts have neighbouring ranks, as torchrun numbers them.
+    """Return the links of a group; hosts have neighbouring ranks, as torchrun numbers them.
 
-    Ordered sums go by hosts that the user has told of, not by those that torchrun has: who resumes
-    on other hosts, or compares with FSDP2, expects the bits of rank order.
+    Ordered sums go by hosts that the user has named, not by those of torchrun: a run resumed on
+    other hosts, or compared with FSDP2, has to have the bits of rank order.
 
-    A group that does not have as many ranks on each host counts as if it were on one. Nothing is
-    sent to find out: who has another answer has another plan, and plans are compared.
+    A group with unequal numbers of ranks on its hosts counts as on one host. Nothing is sent to
+    find out: a rank with another answer has another plan, and plans are compared.
     """
     on_host = ranks_per_host
     if on_host is None and not ordered:
@@ -285,7 +285,7 @@ def fabric_of(
 
 
 def in_two_levels(group: RankGroup, per_host: int) -> RankGroup:
-    """The ranks of a group, column by column. All of them must call it: groups are made."""
+    """Return a group with its ranks column by column. Collective: it makes groups."""
     hosts = group.size // per_host
     host, here = divmod(group.rank, per_host)
     inside = registry.of_members(group.members[host * per_host : (host + 1) * per_host])

@@ -17,11 +17,11 @@ _TOLD = "_told_to_other_ranks"  # of an error
 class JointCall(AbstractContextManager["JointCall"]):
     """A call that all ranks make together: an error of one is raised by all, in place of a hang.
 
-    Inside comes first what may fail on one rank alone, then `ready()`, then what changes something
-    or waits for others. On an error before that others hear of it where they are ready.
+    In the `with` block, code that may fail on one rank alone comes first, then `ready()`, then code
+    that changes state or waits for other ranks. `ready()` tells other ranks of an earlier error.
 
     Args:
-        agree: Tells other ranks of a problem, or of none, and raises if any has one. Collective.
+        agree: Tells other ranks of a problem, or of none; raises if any rank has one. Collective.
     """
 
     def __init__(self, agree: Callable[[RankFailure | None], None]) -> None:
@@ -29,7 +29,7 @@ class JointCall(AbstractContextManager["JointCall"]):
         self._agreed = False
 
     def ready(self) -> None:
-        """Wait until all ranks are; raises on all of them if any is not."""
+        """Wait until all ranks are ready; raise on all of them if any rank has failed."""
         if not self._agreed:
             self._agreed = True
             self._agree(None)
@@ -52,9 +52,9 @@ class JointCall(AbstractContextManager["JointCall"]):
 def agree_among(
     groups: Sequence[RankGroup], call: Call, problem: RankFailure | None, device: torch.device
 ) -> None:
-    """Raise on every rank if any has a problem, where no plan has been agreed on yet.
+    """Raise on every rank if any rank has a problem, before ranks have agreed on a plan.
 
-    groups: one after the other they reach every rank.
+    groups: process groups that reach every rank, one after the other.
     """
     for group in groups:
         problem = any_problem(problem, group, sent_from(group, device), call)
@@ -63,6 +63,6 @@ def agree_among(
 
 
 def sent_from(group: RankGroup, device: torch.device) -> torch.device:
-    """The device for small messages: the host, unless only the device's backend is there."""
+    """Return the device for small messages: the CPU, if the group has a backend for it."""
     on_host = "cpu:" in str(dist.get_backend_config(group.handle))
     return torch.device("cpu") if on_host else device

@@ -25,14 +25,14 @@ _WAY_OUT = (
 
 
 def mesh_group(mesh: DeviceMesh) -> RankGroup:
-    """All ranks of a mesh as one group; made when first asked for, by these ranks alone."""
+    """Return all ranks of a mesh as one group; made at the first call, by these ranks alone."""
     if mesh.ndim == 1:
         return registry.of(mesh.get_group())
     return registry.of_members(mesh.mesh.flatten().tolist())
 
 
 def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> RankGroup:
-    """The ranks that differ from this one on these axes alone; made as `mesh_group` does."""
+    """Return the group of ranks that differ from this one on `axes` alone; see `mesh_group`."""
     if len(axes) == 1:
         return registry.of(mesh.get_group(axes[0]))
     here = mesh.get_coordinate()
@@ -42,14 +42,14 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> RankGroup:
 
 
 def shard_places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
-    """The part that each rank of a mesh has along each axis.
+    """Return the index of the shard that each rank of a mesh has along each axis.
 
-    Not its coordinate: torch scatters, gathers and shards by the rank in an axis' process group,
-    which is in the order of global ranks, however they are permuted in the mesh.
+    The index may differ from the coordinate: torch scatters, gathers and shards by the rank
+    in an axis' process group, in the order of global ranks, even if permuted in the mesh.
 
     Raises:
-        ValueError: Ranks have one order here and another one there, so that collectives along one
-            axis would join other parts. Raised on every rank of the mesh.
+        ValueError: The order of ranks differs between lines along an axis, so that collectives
+            would combine different shards. Raised on every rank of the mesh.
     """
     places = []
     for axis in range(mesh.ndim):
@@ -69,12 +69,12 @@ def shard_places(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:
 
 
 def place_here(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The part that this rank has along each axis."""
+    """Return the index of the shard that this rank has along each axis."""
     return shard_places(mesh)[dist.get_rank()]
 
 
 def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
-    """Boxes of all ranks of a mesh; raises for unsupported placements."""
+    """Return the boxes of a DTensor on all ranks of a mesh; raise for unsupported placements."""
     mesh = tensor.device_mesh
     cuts = [_cut(placement) for placement in tensor.placements]
     shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
@@ -104,9 +104,9 @@ def held(tensor: DTensor, group: RankGroup) -> RankBoxes:
 def replicated_here(
     tensors: Sequence[DTensor], mesh: DeviceMesh, ranks: RankGroup, copy: int = 0
 ) -> ReplicatedHere | None:
-    """The parameters that are replicated along axes of a mesh; None: none is.
+    """Return the parameters that are replicated along axes of a mesh; None if none is.
 
-    ranks: those of all meshes that hold copies of all of it; `copy`: which of these meshes it is.
+    ranks: the ranks of all meshes that hold copies of the parameters. copy: index of this mesh.
     """
     sizes, here = tuple(mesh.shape), mesh.get_coordinate()
     assert here is not None
@@ -125,9 +125,9 @@ def own_box(tensor: DTensor) -> Box:
 
 
 def box_in_forward(tensor: DTensor) -> Box:
-    """The box that this rank computes with: its part under tensor parallel.
+    """Return the box that this rank computes with: its shard under tensor parallel.
 
-    FSDP2 cuts a dim that is cut already into strided shards, which are together in forward.
+    FSDP2 cuts a sharded dim again, into strided shards, which are gathered in forward.
     """
     cuts = [_cut(placement) for placement in tensor.placements]
     strided = [axis for axis, cut in enumerate(cuts) if cut.strided]
@@ -135,7 +135,7 @@ def box_in_forward(tensor: DTensor) -> Box:
 
 
 def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
-    """Box of this rank if some mesh axes did not shard."""
+    """Return the box of this rank if the mesh axes `axes` did not shard."""
     mesh = tensor.device_mesh
     cuts = [
         Cut() if axis in axes else _cut(placement)
@@ -145,10 +145,10 @@ def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
-    """All of a DTensor, on every rank of its mesh. Collective.
+    """Return the full tensor of a DTensor, on every rank of its mesh. Collective.
 
-    Also of what torch's own `full_tensor` puts together wrongly, or never: uneven strided shards,
-    and uneven shards of a mesh whose ranks are permuted.
+    The result is right also where torch's own `full_tensor` is wrong or hangs: uneven strided
+    shards, and uneven shards of a mesh whose ranks are permuted.
     """
     group = mesh_group(tensor.device_mesh)
     local = tensor.to_local().detach()
@@ -158,9 +158,9 @@ def whole_tensor(tensor: DTensor) -> Tensor:
 def gather_shards(
     local: Tensor, boxes: RankBoxes, shape: Shape, group: RankGroup, device: torch.device
 ) -> Tensor:
-    """All of a tensor of `shape`, on every rank of a group. Collective.
+    """Return the full tensor of `shape`, on every rank of a group. Collective.
 
-    local: this rank's box of it, which may stay elsewhere than on `device`, where ranks send it.
+    local: this rank's box, which may be on another device than `device`, from which ranks send.
     """
     result = torch.empty(shape, dtype=local.dtype, device=device)
     if not result.numel():
@@ -174,7 +174,7 @@ def gather_shards(
 
 
 def _cut(placement: object) -> Cut:
-    """A placement as data."""
+    """Return a placement as a Cut."""
     name = type(placement).__name__
     if name == "Replicate":
         return Cut()

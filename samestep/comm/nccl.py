@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 def operations_in_flight(seconds: float) -> Sequence[str]:
-    """Collectives launched longer ago that have not ended, oldest first, as text.
+    """Return torch's collectives in flight for more than `seconds`, oldest first, as text.
 
     Torch records them by itself, as long as TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
     """
@@ -48,7 +48,7 @@ def abort() -> None:
 
 
 def library_version() -> tuple[int, int, int] | None:
-    """The version of the NCCL that is loaded; None without one.
+    """Return the version of the NCCL that is loaded; None without NCCL.
 
     `torch.cuda.nccl.version()` is the version at torch's build, also where another was preloaded.
     """
@@ -68,7 +68,7 @@ SHARES_GPUS, ALLOWS_SHARING = (2, 30, 0), "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def sharing_problem() -> str | None:
-    """The reason why NCCL would refuse several ranks on one GPU, with the way out, or None."""
+    """Return why NCCL would refuse several ranks on one GPU, with a remedy, or None."""
     found = library_version()
     if found is None:
         return "this torch has no NCCL"

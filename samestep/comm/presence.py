@@ -42,7 +42,7 @@ _REASON = 600  # bytes of an error that other ranks are told
 
 
 def presence_elements(params: int, replicated: Sequence[ReplicatedAlong] = ()) -> int:
-    """Numbers that presence sends: votes on parameters and on copies of them, then codes."""
+    """Return the length of the presence all-reduce: votes of parameters and copies, codes."""
     return params + sum(each.elements for each in replicated) + _CODES
 
 
@@ -61,7 +61,7 @@ class RankFailure(NamedTuple):
 class RankProblemError(RuntimeError):
     """Another rank could not take the step, so no rank takes it.
 
-    rank: which, if it is one. reason: its own error, where all ranks were there to hear of it.
+    rank: the failed rank, if only one. reason: its error, if all ranks heard of it together.
     """
 
     rank: int | None = None
@@ -69,20 +69,20 @@ class RankProblemError(RuntimeError):
 
 
 class Intent(Protocol):
-    """A rank's step as other ranks must have it: hyperparameters and calls."""
+    """The hyperparameters and calls of a rank's step, which must agree between ranks."""
 
     @property
     def digest(self) -> int:
-        """A checksum of 64 bits of what the host knows."""
+        """Return a 64-bit checksum of the values that are on the host."""
         ...
 
     @property
     def on_device(self) -> Sequence[Tensor]:
-        """Scalars on the device, 0-D."""
+        """Return the hyperparameters that are on the device, 0-D."""
         ...
 
     def lines(self, on_device: Sequence[float] | None = None) -> list[str]:
-        """All of it as "what = value"; `on_device`: what these numbers were, if already known."""
+        """Return lines "what = value"; `on_device`: values of those on the device, if read."""
         ...
 
 
@@ -132,9 +132,9 @@ def _problem_of(
 def _reason_of(
     code: int, rank: int, problem: RankFailure | None, groups: Sequence[RankGroup], where: Tensor
 ) -> str:
-    """The error of the rank whose problem all ranks have heard of, as its text.
+    """Return the text of the error of the rank whose problem all ranks have heard of.
 
-    Collective over the groups. code: of that problem. where: a tensor where messages lie.
+    Collective over the groups. code: code of the problem. where: a tensor on the device to use.
     """
     text = ""
     if problem is not None and _codes_of(problem, rank)[1] == code:
@@ -151,7 +151,7 @@ def _reason_of(
 
 
 def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> RankFailure:
-    """The failure that a parameter is not as plans have it; `now`: what it is."""
+    """Return the failure of a parameter that differs from the plan; `now`: a text on it."""
     error = RuntimeError(
         f"parameter {name!r} {now}, on rank {group.members[group.rank]}: move and convert a model "
         "before its optimizer is built, or build that with deferred=True, which plans in the first "
@@ -161,10 +161,10 @@ def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Rank
 
 
 def _codes_of(problem: RankFailure | None, rank: int, names: Sequence[str] = ()) -> tuple[int, int]:
-    """An error as two numbers to send.
+    """Return an error as two codes for the all-reduce.
 
     The first is 0 on a rank whose parameters were swapped, the second on one without a problem.
-    What was heard of another rank is told as that rank's.
+    A problem that was heard of another rank is sent with the number of that rank.
     """
     if problem is None:
         return rank + 1, 0
@@ -181,9 +181,9 @@ def _codes_of(problem: RankFailure | None, rank: int, names: Sequence[str] = ())
 def _refuse_swap(
     other: int, code: int, problem: RankFailure | None, names: Sequence[str] = ()
 ) -> None:
-    """If any rank has swapped parameters: raise `AllSwapped`, or what tells on which it is not so.
+    """Raise `AllSwapped`, or an error if only some ranks have swapped parameters.
 
-    other, code: the largest of all ranks.
+    other, code: the largest codes of all ranks, see `_codes_of`.
     """
     if not code & _SWAPPED:
         return
@@ -210,9 +210,9 @@ def any_problem(
     device: torch.device | None = None,
     call: "Call | None" = None,
 ) -> RankFailure | None:
-    """Whether a rank of the group has an error; waits.
+    """Return the failure of a rank of the group, or None; waits.
 
-    call: what they are about to do; None: a step.
+    call: the call that ranks are about to make; None: a step.
     """
     codes = _codes_of(problem, group.members[group.rank])
     told = torch.tensor(codes, dtype=torch.int64, device=device)
@@ -229,7 +229,7 @@ def any_problem(
 class Drops(NamedTuple):
     """Per parameter, whether reduced gradients were dropped.
 
-    again: some came since, after their bucket was reduced.
+    again: whether gradients came since, after their bucket was reduced.
     """
 
     dropped: Sequence[bool]
@@ -249,7 +249,7 @@ class PresenceAgreement:
         *,
         waits: bool = False,
     ) -> None:
-        """waits: a GPU is waited for, so that all ranks hear of a problem in the same step."""
+        """waits: the host waits for a GPU, so that all ranks hear of a problem in one step."""
         self._names = names
         self._groups = groups  # one after the other they reach every rank
         self._waits = waits or device.type == "cpu"
@@ -273,18 +273,18 @@ class PresenceAgreement:
         *,
         dropped: bool = False,
     ) -> list[bool | Tensor]:
-        """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
+        """Return, per parameter, if any rank has a gradient: a bool, or a 0-D device flag.
 
-        here: 0 for what is absent on this rank; `votes()` has the largest of all ranks.
-        intent: what this rank is about to do; None: it is not compared.
+        here: 0 for gradients absent on this rank; `votes()` has the largest of all ranks.
+        intent: the step of this rank; None: it is not compared.
         whole: whether this rank has a gradient, and more than a summand along an axis of the mesh.
-        dropped: whether sums have a gradient that was dropped on this rank since. If they have on
-            any, `self.dropped` says so, and `agree_on_drops` comes next.
+        dropped: whether sums have a gradient that was dropped on this rank since. If so on any
+            rank, `self.dropped` is set, and `agree_on_drops` comes next.
 
-        Raises on every rank if any rank has a problem, ranks are not about to do the same, or ranks
-        with copies do not have the same.
-        The host does not wait for a GPU, unless it `waits`: what is present here is present
-        anywhere, the rest stays on the device, and errors and `flag` are read at a later step.
+        Raises on every rank if any has a problem, intents of ranks differ, or ranks with copies do
+        not have the same gradients.
+        The host waits for a GPU only if `waits`: else a gradient of this rank counts as present,
+        other flags stay on the device, and errors and `flag` are read at a later step.
         """
         if self._on_their_way:
             self._read_arrived()
@@ -325,9 +325,9 @@ class PresenceAgreement:
         return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
 
     def _own_error(self, problem: RankFailure, said: Tensor) -> Exception:
-        """The error of this rank's problem, once all others have heard of it.
+        """Return this rank's error, once all other ranks have heard of it.
 
-        Where parameters were swapped, a GPU is waited for: whether they were so on every rank.
+        Where parameters were swapped, the host waits for a GPU: all ranks may have swapped them.
         """
         if problem.swapped:
             other, code = said[-_CODES:].tolist()[:2]
@@ -336,16 +336,16 @@ class PresenceAgreement:
         return problem.error
 
     def _reason(self, said: Tensor, problem: RankFailure | None) -> str:
-        """The reason of the rank with a problem; "" where ranks hear of it in different steps."""
+        """Return the error of the failed rank; "" where ranks hear of it in different steps."""
         code = int(said[-_CODES + 1]) >> 1 if self._waits else 0
         if not code or code & _SWAPPED:
             return ""
         return _reason_of(code, self._rank, problem, self._groups, said)
 
     def meet(self, call: Call, problem: RankFailure | None) -> None:
-        """Raise on every rank if any has a problem, or is in another call; a GPU is waited for.
+        """Raise on every rank if any has a problem or is in another call; waits for a GPU.
 
-        Ranks that take a step meanwhile are met: as many numbers travel.
+        Ranks that take a step meanwhile take part: the all-reduce has the same length.
         """
         self.agree([0] * len(self._names), problem, call, whole=lambda param, axis: False)
         if self._on_their_way:
@@ -354,7 +354,7 @@ class PresenceAgreement:
             self._read(mine.votes, mine.intent, mine.on_device, late=False)
 
     def _add_numbers(self, votes: Tensor, intent: Intent) -> Tensor:
-        """Add numbers that the host does not know to the digest, where they are; gives them."""
+        """Add hyperparameters on the device to the digest there; return them, float64."""
         numbers = torch.stack([n.to(self._device, torch.float64) for n in intent.on_device])
         of_bits = sum_of_words(numbers.view(torch.int64))
         votes[-2] += of_bits
@@ -362,7 +362,7 @@ class PresenceAgreement:
         return numbers
 
     def votes(self) -> list[int]:
-        """The largest vote for each parameter in the last step; waits for a GPU."""
+        """Return the largest vote for each parameter in the last step; waits for a GPU."""
         votes: list[int] = self._votes.tolist()
         return votes
 
@@ -371,7 +371,7 @@ class PresenceAgreement:
         return (votes.pin_memory() if on_gpu else votes).to(self._device, non_blocking=True)
 
     def _largest(self, name: str, votes: Tensor) -> Tensor:
-        """The largest of all ranks."""
+        """Return the largest votes over all ranks."""
         for group in self._groups:
             votes = maximum(name, votes, group).wait()
         return votes
@@ -379,7 +379,7 @@ class PresenceAgreement:
     # --- gradients that were dropped after they were reduced -----------------------------------
 
     def look_for_drops(self, dropped: bool) -> bool:
-        """Whether any rank has dropped any; then `agree_on_drops` comes next. Collective."""
+        """Whether any rank has dropped gradients; then `agree_on_drops` is next. Collective."""
         self._read_arrived()
         elements = 0 if self._replicated is None else self._replicated.elements
         codes = [0] * PROBLEM_CODES + [*self._codes_of_drops[dropped], _NOTHING, _NOTHING]
@@ -392,9 +392,9 @@ class PresenceAgreement:
         return self.dropped
 
     def agree_on_drops(self, here: Drops) -> tuple[list[int], bool]:
-        """The parameters whose sums are void, and whether any rank has gradients since. Collective.
+        """Return the parameters with void sums, and if any rank has gradients since. Collective.
 
-        Raises on every rank if one has dropped what counts on another: those sums have both.
+        Raises on every rank if one rank has dropped a gradient that another rank counts.
         """
         votes = torch.tensor([*here.dropped, *here.counted], dtype=torch.int64)
         votes = torch.cat([votes * (self._rank + 1), torch.tensor([int(here.again)])])
@@ -431,10 +431,10 @@ class PresenceAgreement:
     def _hear_later(
         self, said: Tensor, intent: Intent | None, on_device: Tensor | None, *, dropped: bool
     ) -> None:
-        """Send what all ranks said to the host, which reads it at a later step.
+        """Copy the votes of all ranks to the host, which reads them at a later step.
 
-        A rank that dropped gradients waits: all others would not know that they have to agree with
-        it, so it raises then.
+        A rank that dropped gradients waits, and raises if another did not: that rank would not know
+        that an agreement comes next.
         """
         self.dropped = False
         if dropped:
@@ -474,7 +474,7 @@ class PresenceAgreement:
     def _difference(
         self, intent: Intent, on_device: Tensor | None, *, late: bool
     ) -> RanksDisagreeError:
-        """Names what ranks are not about to do alike; of a step before, what this rank has done."""
+        """Return the error on differing intents; `late`: with the values of this rank alone."""
         lines = intent.lines(None if on_device is None else on_device.tolist())
         if late:  # others may come to it in another step: nothing more can be asked together
             return RanksDisagreeError(

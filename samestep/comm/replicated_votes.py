@@ -12,9 +12,9 @@ from samestep.plan.replicated_gradients import ReplicatedAlong
 
 
 class ReplicatedHere(NamedTuple):
-    """Parameters replicated along the axes of a mesh, and the line of each that this rank is in.
+    """Parameters replicated along mesh axes, and the line along each axis that has this rank.
 
-    ranks: those that hold any of it. way_out: for whoever has given some of them no gradient.
+    ranks: ranks that hold any of the parameters. way_out: advice in the error.
     """
 
     along: tuple[ReplicatedAlong, ...]
@@ -27,7 +27,7 @@ class ReplicatedHere(NamedTuple):
         return sum(each.elements for each in self.along)
 
     def votes(self, whole: Callable[[int, int], bool]) -> Tensor:
-        """The votes of this rank, (elements,); `whole`: whether a gradient is, along an axis."""
+        """Return the votes of this rank, (elements,); `whole(param, axis)`: see `agree`."""
         found = [
             each.votes([whole(param, each.axis) for param in each.params], line, self.ranks.rank)
             for each, line in zip(self.along, self.lines, strict=True)
@@ -35,7 +35,7 @@ class ReplicatedHere(NamedTuple):
         return torch.cat(found)
 
     def refuse_difference(self, votes: Tensor, names: Sequence[str], *, late: bool) -> None:
-        """Raise if ranks with copies have not said the same; `late`: they have stepped since."""
+        """Raise if votes of ranks with copies differ; `late`: ranks have stepped since."""
         parts = torch.split(votes, [each.elements for each in self.along])
         for each, part in zip(self.along, parts, strict=True):
             found = each.difference(part)

@@ -1,7 +1,7 @@
 """Ranks on this machine: started here, or joined where torchrun has started them.
 
-Without torch: for whoever only looks at its place, or only catches the failure of ranks; starting
-them is in `forked.py`.
+This module does without torch: it has the place of this process and the error of failed ranks.
+`forked.py` starts ranks.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class RanksFailed(RuntimeError):  # noqa: N818
-    """Some ranks raised, died or did not finish; ``reports`` says what each of them did."""
+    """Some ranks raised, died or did not finish; ``reports`` has a text on each."""
 
     def __init__(self, world_size: int, reports: dict[int, str]) -> None:
         self.reports = reports  # in the order in which the failures were noticed
@@ -29,7 +29,7 @@ class TorchrunRank(NamedTuple):
 
 
 def torchrun_rank() -> TorchrunRank | None:
-    """This process's place among torchrun's ranks; None if torchrun did not start it."""
+    """Return this process's place among torchrun's ranks; None if torchrun did not start it."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")

@@ -82,10 +82,10 @@ def run_forked(
         fn: Called with the rank and ``args``; may be a closure. Its value must be picklable.
         *args: Passed on to ``fn``.
         timeout: Seconds, from when all ranks have begun, after which those that have not returned
-            are ended; a function may give them more as they get on.
+            are ended; a function may return more as they make progress.
         collective_timeout: The timeout of the default process group, in seconds.
-        backend: Of the default process group. NCCL works as long as this process itself has not
-            used CUDA.
+        backend: Backend of the default process group. NCCL works as long as this process itself
+            has not used CUDA.
         grace: Seconds that the other ranks have to end by themselves after the first failure.
 
     Raises:
@@ -125,7 +125,7 @@ def _fork_all(processes: Sequence[BaseProcess]) -> None:
 
 
 def _run_rank(job: _Job, rank: int) -> None:
-    """Be one rank; never returns, and runs no exit handlers of the parent."""
+    """Run as one rank; never return, and run no exit handlers of the parent."""
     error = "raised:\n"
     try:
         with warnings.catch_warnings():
@@ -175,7 +175,7 @@ def _run_rank(job: _Job, rank: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Be in a group of its own, which can be ended with its children, and gone with the parent."""
+    """Make this process lead a group of its own, and end when the process `parent` ends."""
     os.setpgid(0, 0)
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -207,7 +207,7 @@ def _exit_info(process: BaseProcess) -> os.waitid_result | None:
 def _watch(
     job: _Job, processes: Sequence[BaseProcess], timeout: float | Callable[[], float]
 ) -> dict[int, str]:
-    """Wait until all ranks have returned; otherwise report the ranks that have not."""
+    """Wait until all ranks have returned; return reports on the ranks that have not."""
     reports: dict[int, str] = {}
     running = dict(enumerate(processes))
     start, begun = time.monotonic(), False
@@ -273,7 +273,7 @@ def _stack(job: _Job, rank: int) -> str:
 
 
 def _time_on_a_core(pid: int) -> str:
-    """Tell a rank that is stuck from one that had no core, where Linux counts that."""
+    """Return a sentence on a rank's CPU time and its wait for a core; empty if not known."""
     process = Path(f"/proc/{pid}")
     try:
         ran, waited, _ = map(int, (process / "schedstat").read_text().split())
@@ -319,6 +319,6 @@ NCCL = "cpu:gloo,cuda:nccl"  # a backend: the host's own messages go by gloo
 
 
 def nccl_devices() -> int:
-    """GPUs that ranks on this machine could have, one each."""
+    """Return the number of GPUs, one for each rank, on this machine; 0 without NCCL."""
     # Not torch.cuda.is_available(), after which CUDA does not work in forked ranks.
     return torch.cuda.device_count() if dist.is_nccl_available() else 0

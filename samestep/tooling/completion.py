@@ -66,7 +66,7 @@ def run(options: Options) -> int:
 
 
 def next_words(pages: dict[str, Page]) -> dict[str, list[str]]:
-    """The words that may come after each command and group; "" is samestep itself."""
+    """Return the words that may follow each command and group; "" is samestep itself."""
     found: dict[str, list[str]] = {"": []}
     for name in pages:
         words = name.split()
@@ -98,7 +98,7 @@ def bash(pages: dict[str, Page]) -> str:
 
 
 def zsh(pages: dict[str, Page]) -> str:
-    """zsh runs scripts that are made for bash."""
+    """Return the script for zsh, which runs scripts that are made for bash."""
     return f"{ZSH}\n{bash(pages)}"
 
 
@@ -127,7 +127,7 @@ def _spaced(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For all three shells; nothing here has a backslash."""
+    """Return a text quoted for all three shells; no text here has a backslash."""
     return "'" + text.replace("'", "'\\''") + "'"
 
 

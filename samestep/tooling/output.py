@@ -1,4 +1,4 @@
-"""Result files that appear whole or not at all, and what is in those of several commands."""
+"""Result files that appear whole or not at all, and formats that several commands share."""
 
 import gzip
 import io
@@ -15,7 +15,7 @@ from samestep.tooling.request import BadRequestError
 
 
 def check_folder(folder: Path) -> None:
-    """Raise BadRequestError unless files can be written in it; make nothing yet."""
+    """Raise BadRequestError unless files can be written in a folder; make nothing yet."""
     nearest = folder
     while not os.path.lexists(nearest):
         nearest = nearest.parent
@@ -29,7 +29,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write all files beside their places, then move them there; what cannot be is undone."""
+    """Write files beside their places, then move them there; undo everything on an error."""
     made: list[Path] = []
     mine = uuid4().hex  # processes of several machines may have the same number
     partial = {name: folder / f".{name}.{mine}.partial" for name in contents}
@@ -64,14 +64,14 @@ def json_file(content: object, indent: int = 1) -> bytes:
 
 
 def png_file(figure: Any, **look: Any) -> bytes:
-    """A figure of matplotlib."""
+    """Return the PNG of a figure of matplotlib."""
     png = io.BytesIO()
     figure.savefig(png, format="png", **look)
     return png.getvalue()
 
 
 class Drawn(NamedTuple):
-    """Something in a row of a trace, from when to when in seconds; `about` is shown on a click."""
+    """A slice in a row of a trace, with times in seconds; `about` is shown on a click."""
 
     row: int
     name: str
@@ -81,7 +81,7 @@ class Drawn(NamedTuple):
 
 
 def trace_file(processes: Iterable[tuple[str, Sequence[str], Iterable[Drawn]]]) -> bytes:
-    """For chrome://tracing or ui.perfetto.dev, gzipped; of each process name, rows and slices."""
+    """Return a gzipped trace for ui.perfetto.dev; `processes`: name, rows and slices of each."""
     events: list[dict[str, Any]] = []
     for pid, (title, rows, drawn) in enumerate(processes):
         names = [("process_name", 0, title)]

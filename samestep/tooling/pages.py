@@ -43,7 +43,7 @@ def broken_lines(text: str, width: int = 80) -> str:
 
 
 def flags_in(text: str) -> dict[str, list[str]]:
-    """The flags in a help of unbroken lines, each with its values: `--backend {gloo,nccl}`.
+    """Return the flags in a help of unbroken lines, with values: `--backend {gloo,nccl}`.
 
     Flags in examples, which may be of other commands, and in the texts of options do not count.
     """

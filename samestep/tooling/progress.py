@@ -12,7 +12,7 @@ Report = Callable[[int, int], None]  # done, in all
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Report]:
-    """Give a function that shows how far things are; the bar goes away at the end.
+    """Yield a function that reports progress; the bar disappears at the end.
 
     Forked ranks may call it, and all is shown in this process: a rank that is killed then leaves no
     hidden cursor, and never waits for the terminal.

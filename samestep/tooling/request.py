@@ -43,7 +43,7 @@ class BadRequestError(Exception):
 
 
 class Flag(NamedTuple):
-    """Help on an option, and what its type and its field's name do not say."""
+    """Help on an option, and settings beyond its field's type and name."""
 
     help: str = ""
     name: str | None = None  # of the flag, if it is not the field's
@@ -60,14 +60,14 @@ USUAL_STATUS = f"{EXIT_STATUS}0, done; 2, refused, and the error says why."
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps names such as ours-float16 on one line."""
+    """A help formatter that keeps names such as ours-float16 on one line."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
@@ -109,33 +109,33 @@ def parse_flags(options: type[T], words: Sequence[str], prog: str, about: str | 
 
 
 def _parted(text: str) -> tuple[str, str]:
-    """The help before the options, and the exit status after them."""
+    """Return the help before the options, and the exit status after them."""
     parts = inspect.cleandoc(text).split("\n\n")
     status = [part for part in parts if part.startswith(EXIT_STATUS)] or [USUAL_STATUS]
     return "\n\n".join(part for part in parts if part not in status), "\n\n".join(status)
 
 
 def _in_usage(argument: argparse.Action) -> str:
-    """A positional argument in the line of usage."""
+    """Return a positional argument as the usage line shows it."""
     choices = argument.choices
     name = f"{{{','.join(choices)}}}" if choices is not None else argument.metavar
     return f"[{name}{' ...' * (argument.nargs == '*')}]" if argument.nargs else str(name)
 
 
 def _filled(text: str) -> str:
-    """Paragraphs as wide as the terminal; indented ones are kept as they are."""
+    """Wrap paragraphs at the width of the terminal; keep indented ones unchanged."""
     width = shutil.get_terminal_size().columns - 2
     parts = text.split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in parts)
 
 
 def spelled(name: str) -> str:
-    """A field as the flag that sets it."""
+    """Return the flag that sets a field."""
     return "--" + name.replace("_", "-")
 
 
 def _argument(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
-    """The arguments for argparse of a field."""
+    """Return the arguments of `add_argument` for a field."""
     if get_origin(hint) in (UnionType, Union):  # the latter of a Literal or None
         hint = next(one for one in get_args(hint) if one is not NoneType)
     if hint is bool:
@@ -164,7 +164,7 @@ def _argument(hint: Any, flag: Flag, default: Any) -> dict[str, Any]:
 
 
 def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: int) -> int:
-    """The ranks that were asked for, 2 if none were, or torchrun's, which must agree with that."""
+    """Return torchrun's number of ranks, which `asked` must match; else `asked`, or 2 if None."""
     if torchrun is None:
         ranks, source = 2 if asked is None else asked, "--world-size"
     else:
@@ -179,7 +179,7 @@ def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: 
 
 
 def read_json(path: Path, about: str = "") -> Any:
-    """The contents of a file; raises BadRequestError, whose text begins with `about`."""
+    """Return the parsed JSON of a file; an error is a BadRequestError that begins with `about`."""
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -190,7 +190,7 @@ def read_json(path: Path, about: str = "") -> Any:
 
 
 def named_function(path: str, what: str) -> Callable[[], Any]:
-    """The function at `package.module:name` or `file.py:name`; raises BadRequestError.
+    """Return the function at `package.module:name` or `file.py:name`, or raise BadRequestError.
 
     The text of the error begins with `what`.
     """
@@ -214,7 +214,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """As `python file.py` would: files beside it can be imported, and it is a known module."""
+    """Import a file as `python file.py` would, with files beside it, as a known module."""
     name = path.stem if path.stem not in sys.modules else f"samestep_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.exists():
@@ -233,6 +233,6 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error of the user's code, with its kind."""
+    """Return an error of the user's code in one line, with its type."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -14,7 +14,7 @@ _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 
 def some(names: Sequence[str], limit: int = 3) -> str:
-    """A few names and how many more there are."""
+    """Return a text of the first names and the number of the others."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 

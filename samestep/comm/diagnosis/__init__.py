@@ -1,1 +1,1 @@
-"""Collectives that fail or hang: who is missing, and where everybody is."""
+"""Collectives that fail or hang: the missing ranks, and the position of every rank."""

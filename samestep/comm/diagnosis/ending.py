@@ -1,4 +1,4 @@
-"""Ends a process whose peers are gone, with a message.
+"""End a process whose peers are gone, with a message.
 
 `verdict` says who is at fault and where all ranks are; `end_process` raises that in the thread that
 steps, and ends the process if it does not end by itself.
@@ -55,7 +55,7 @@ def verdict(
     ranks: Sequence[int],
     mine: int,
 ) -> str:
-    """Sentences on the failed rank, the reason, and where all ranks are."""
+    """Return sentences on the failed rank, the reason, and the position of all ranks."""
     parts = [
         f"rank {rank} has ended" + (f" by {text}" if text else " without an error")
         for rank, text in ended.items()
@@ -78,7 +78,7 @@ def verdict(
 
 
 def positions_elsewhere(attendance: Attendance, silent: set[int], answered: set[int]) -> list[str]:
-    """Sentences about ranks that are alive and in none of our operations; see `Watch.elsewhere`."""
+    """Return sentences on live ranks outside samestep's collectives; see `Watch.elsewhere`."""
     found = []
     for rank, answer in sorted(attendance.answers.items()):
         if rank in silent or (rank not in answered and answer.operation.startswith(NOWHERE)):
@@ -89,9 +89,9 @@ def positions_elsewhere(attendance: Attendance, silent: set[int], answered: set[
 
 
 def ended_after(ended: Mapping[int, str], steps_of: Callable[[int], int], step: int) -> list[str]:
-    """Sentences about ranks that have said that they end: a skipped step shows by its number.
+    """Return sentences on ranks that have ended, with step numbers: a skipped step shows.
 
-    ended: by rank its error, "" if there was none. steps_of: how many steps a rank has begun.
+    ended: by rank its error, "" if there was none. steps_of: the number of steps a rank has begun.
     """
     return [
         f"Rank {rank} ended {f'by {text}' if text else 'without an error'} after its step "
@@ -101,9 +101,9 @@ def ended_after(ended: Mapping[int, str], steps_of: Callable[[int], int], step: 
 
 
 def line_of(thread: int | None, trace: TracebackType | None = None) -> tuple[bool, str]:
-    """Whether a thread is where one waits for other ranks, and the line of the script it is at.
+    """Return whether a thread is in code that waits for other ranks, and its script line.
 
-    trace: of the error that has ended what the thread did; None: it is where it is now.
+    trace: the traceback to read; None: the present stack of the thread.
     """
     frame = sys._current_frames().get(thread or 0)
     if trace is not None:

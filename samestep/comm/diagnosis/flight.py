@@ -23,8 +23,8 @@ SLICE = timedelta(seconds=0.25)
 class CollectiveError(RuntimeError):
     """A collective failed: a peer died, never arrived, or sent something else.
 
-    `operation` is its name. `positions` has, per global rank that is known to have been in one
-    when the group failed, the operation it was in; ranks that did not answer are left out.
+    `operation` is the name of the collective. `positions` has, by global rank, the operation that
+    the rank was in when the group failed; ranks that did not answer are left out.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Flight:
     """A collective in flight.
 
     Args:
-        name: Of the operation, for whoever reads of its failure.
+        name: Name of the operation in error messages.
         group: The ranks that take part.
-        call: Launches it, without waiting.
-        on_host: Whether the host waits for it. It then looks now and then whether another rank
-            has failed; a GPU's stream waits by itself.
-        elements: Of the whole operation, the same on every rank; None: not known.
+        call: Launches the collective, without waiting.
+        on_host: Whether the host waits for the collective. It then looks now and then whether
+            another rank has failed; a GPU's stream waits by itself.
+        elements: Elements of the whole operation, the same on every rank; None: not known.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Flight:
             _fail(name, group, error, self._since, elements=elements)
 
     def wait(self) -> None:
-        """Wait until it has arrived; raises a CollectiveError that names who is missing."""
+        """Wait for the collective; raise a CollectiveError that names the missing ranks."""
         if self.operation is not None:
             self.operation.waited = True
         if self.work is None:
@@ -86,7 +86,7 @@ class Flight:
             _fail(self._name, self._group, None, self._since, elements=self._elements)
 
     def has_arrived(self) -> bool:
-        """Whether the backend has finished; does not wait."""
+        """Whether the backend has finished the collective; does not wait."""
         return self.work is None or self.work.is_completed()
 
 
@@ -98,10 +98,10 @@ def attempt(
     *,
     of_others: Callable[[RuntimeError], bool] = lambda error: True,
 ) -> T:
-    """Run `call` and give its result; if it raises, a CollectiveError names who is missing.
+    """Return `call()`; if it raises, raise a CollectiveError that names the missing ranks.
 
-    `expected` are the places in the group that take part, if not all do. An error that is not
-    `of_others` comes through as it is.
+    `expected` are the places in the group that take part, if not all do. An error for which
+    `of_others` is false is raised unchanged.
     """
     since = time.monotonic()
     _roll_call(group)
@@ -114,16 +114,16 @@ def attempt(
 
 
 def explained(name: str, group: "RankGroup", call: Callable[[], T]) -> T:
-    """Run `call`; if other ranks are the reason for an error, a CollectiveError names them.
+    """Return `call()`; if it fails because of other ranks, a CollectiveError names them.
 
     FSDP2, DTensors and pipelines launch collectives of their own, whose errors are the backend's.
-    An error of the model comes through as it is.
+    An error of the model is raised unchanged.
     """
     return attempt(name, group, call, of_others=is_of_communication)
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether an error comes from another rank and is unexplained.
+    """Whether an error is of the communication backend, and no CollectiveError yet.
 
     Gloo raises plain errors, known by their text.
     """
@@ -136,9 +136,9 @@ _roll_calls: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary(
 
 
 def _roll_call(group: "RankGroup") -> RollCall | None:
-    """The roll call of a process group, the same at every call; None if it has no store.
+    """Return the one roll call of a process group; None if the group has no store.
 
-    Asked for before anything can fail, so that this process is known to the others.
+    The first call comes before anything can fail, so that this process is known to other ranks.
     """
     known = _roll_calls.get(group.handle)
     if known is None:
@@ -153,7 +153,7 @@ def _roll_call(group: "RankGroup") -> RollCall | None:
 
 
 def _wait_or_join(work: dist.Work, calls: RollCall) -> bool:
-    """Wait in slices; returns True if another rank has failed."""
+    """Wait for work in slices of time; return True if another rank has failed."""
     while not work.is_completed():
         start = time.monotonic()
         try:
@@ -197,7 +197,7 @@ def _fail(
 
 
 def _elsewhere(silent: set[int], answered: set[int]) -> list[str]:
-    """Sentences about ranks that are alive and in none of our operations, as their watches say."""
+    """Return sentences on live ranks outside samestep's collectives, as their watches say."""
     from samestep.comm.diagnosis import watch  # which imports this module
 
     watching = watch.current()
@@ -208,7 +208,7 @@ def _elsewhere(silent: set[int], answered: set[int]) -> list[str]:
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event after the present work of the stream; None on the host."""
+    """Record an event after the present work of the current stream; return None on the host."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -217,7 +217,7 @@ def recorded_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def has_passed(event: torch.cuda.Event) -> bool:
-    """Whether an event has passed."""
+    """Whether the device has passed an event; does not wait."""
     try:
         return bool(event.query())  # type: ignore[no-untyped-call]
     except RuntimeError:

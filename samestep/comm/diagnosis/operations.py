@@ -21,7 +21,7 @@ DEVICE_S = 2.0  # for an answer of the device, which may not come while it is st
 
 
 def patience_of(timeout: timedelta | None) -> float:
-    """Seconds in flight after which an operation counts as stuck.
+    """Return the seconds in flight after which an operation counts as stuck.
 
     Torch's watchdog aborts the process at the time-out, so the roll call comes before: after 70%
     of it, at most 15 s earlier.
@@ -34,8 +34,8 @@ def patience_of(timeout: timedelta | None) -> float:
 class Operation:
     """A collective as this rank launches it.
 
-    work: torch's; None while it is being launched, which waits for others where a communicator is
-        made first, and where nothing is sent.
+    work: torch's work; None if nothing is sent, or during the launch, which waits for other ranks
+        where a communicator is made first.
     """
 
     number: int  # 1, 2, ... in this process
@@ -50,7 +50,7 @@ class Operation:
     waited: bool = False  # some stream waits for it
 
     def has_arrived(self) -> bool:
-        """Whether the device is done with it; False if the device does not say so in time."""
+        """Whether the collective has ended; False if the device does not answer in time."""
         if not self.launched or self.work is None:
             return self.launched
         asked = Background(self.work.is_completed)
@@ -64,7 +64,7 @@ class Operation:
 
 
 class Launched(NamedTuple):
-    """An operation of one group: its number there, and a digest of all up to it, in order."""
+    """An operation of a group: its number there, and a digest of all operations up to it."""
 
     number: int
     digest: int
@@ -79,7 +79,7 @@ class Launches:
         self._groups: dict[str, deque[Launched]] = {}
 
     def add(self, group: str, transfer: Transfer) -> None:
-        """Take note of a launch."""
+        """Record the launch of an operation in a group."""
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = deque([Launched(0, 0, "", 0)], maxlen=LAUNCHES_KEPT)
@@ -88,13 +88,13 @@ class Launches:
         known.append(Launched(known[-1].number + 1, digest, transfer.name, transfer.elements))
 
     def digests(self) -> dict[str, list[tuple[int, int]]]:
-        """Number and digest of each, by group; another thread may launch meanwhile."""
+        """Return number and digest of each operation, by group; other threads may launch."""
         return {
             group: [each[:2] for each in list(known)] for group, known in list(self._groups.items())
         }
 
     def difference(self, theirs: Mapping[str, Sequence[tuple[int, int]]]) -> Launched | None:
-        """The first operation of this rank that another rank, with these digests, has not."""
+        """Return this rank's first operation that differs from another rank's digests, or None."""
         for group, known in list(self._groups.items()):
             digests = dict(theirs.get(group, ()))
             for mine in list(known):
@@ -105,5 +105,5 @@ class Launches:
 
 @cache
 def number_of(name: str) -> int:
-    """A number of an operation's name, the same in every process."""
+    """Return a number for an operation's name, the same in every process."""
     return zlib.crc32(name.encode())

@@ -1,4 +1,4 @@
-"""The last collectives of this rank, and a watchdog that tells of those that do not arrive."""
+"""The last collectives of this rank, and a watchdog that reports overdue ones."""
 
 import hashlib
 import json
@@ -59,17 +59,17 @@ class Totals:
 
 
 class FlightRecorder:
-    """Keeps the last collectives of this process, from `start()` to `stop()` or in a `with` block.
+    """Keep the last collectives of this process, from `start()` to `stop()` or in a `with` block.
 
-    One may be on per process; it sees what any thread launches. A forked child has it off.
-    On a GPU the host does not wait: an operation is in flight until the stream that waits for
-    it has passed it, which is looked at when the next one is launched.
+    One recorder may be on per process; it records the launches of all threads, and is off in a
+    forked child. On a GPU the host does not wait: an operation is in flight until the stream that
+    waits for it has passed it, which is checked when the next operation is launched.
 
     Args:
-        last: How many operations are kept.
+        last: Number of operations that are kept.
         watchdog: Seconds in flight after which an operation is reported, once, by a warning of
             the logger "samestep". Nothing is ended.
-        folder: Where the watchdog writes `rank_<global rank>.json`: what `dump` gives.
+        folder: Folder in which the watchdog writes `rank_<global rank>.json`, the result of `dump`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class FlightRecorder:
     # --- on and off --------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Record from now on; what was recorded before stays."""
+        """Record from now on; earlier records stay."""
         global current
         if current is not None:
             which = "this" if current is self else "another"
@@ -118,7 +118,7 @@ class FlightRecorder:
             self._watchdog = _Watchdog(self, self._limit, self._folder)
 
     def stop(self) -> None:
-        """Record no more, and end the watchdog; does nothing when off."""
+        """Stop recording, and end the watchdog; does nothing when off."""
         global current
         if current is self:
             current = None
@@ -134,7 +134,7 @@ class FlightRecorder:
         self.stop()
 
     def _disown(self) -> None:
-        """Off, in a forked child: its locks may be held by threads that were not forked."""
+        """Switch off in a forked child: locks may be held by threads that were not forked."""
         self._lock = threading.RLock()
         self._watchdog = None
 
@@ -142,16 +142,16 @@ class FlightRecorder:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """The last operations, oldest first."""
+        """Return the last operations, oldest first."""
         with self._lock:
             self._land_those_on_streams()
             return tuple(self._ring)
 
     @property
     def in_flight(self) -> tuple[Record, ...]:
-        """The collectives that were launched and neither waited for nor dropped, oldest first.
+        """Return the collectives neither waited for nor dropped, oldest first.
 
-        Failed ones stay.
+        Failed collectives stay in flight.
         """
         with self._lock:
             self._land_those_on_streams()
@@ -159,12 +159,12 @@ class FlightRecorder:
 
     @property
     def digest(self) -> str:
-        """Equal on ranks that have launched the same operations in the same order."""
+        """Return a digest, equal on ranks that launched the same operations in the same order."""
         with self._lock:
             return self._hash.hexdigest()
 
     def dump(self) -> dict[str, Any]:
-        """Everything, for JSON; times are seconds ago. `rank` is None before any operation."""
+        """Return all records for JSON, times as seconds ago; `rank` is None before any launch."""
         with self._lock:
             records, in_flight = self.records, self.in_flight
             now = time.monotonic()
@@ -178,7 +178,7 @@ class FlightRecorder:
             }
 
     def overdue(self, seconds: float) -> list[Record]:
-        """The collectives in flight for longer, unless they have arrived unnoticed or failed."""
+        """Return collectives in flight for longer that have neither finished nor failed."""
         before = time.monotonic() - seconds
         with self._lock:
             # Streams are asked only then: asking breaks a CUDA graph that is being captured.
@@ -191,7 +191,7 @@ class FlightRecorder:
             ]
 
     def _arrived(self, record: Record) -> bool:
-        """Whether it only has not been waited for yet."""
+        """Whether a collective has finished, and only was not waited for yet."""
         reference = self._flights.get(record.number)
         flight = None if reference is None else reference()
         return flight is not None and flight.has_arrived()
@@ -242,17 +242,17 @@ class FlightRecorder:
         return record
 
     def _forget(self, number: int) -> None:
-        """Nobody waits for it any more. Called at any place, so without the lock."""
+        """Drop a flight that was freed without a wait; lock-free, as a weakref callback."""
         self._flights.pop(number, None)
         self._in_flight.pop(number, None)
 
     def keep_failed(self, record: Record) -> None:
-        """Note that a collective stays in flight for ever."""
+        """Mark a collective as failed: it stays in flight for ever."""
         record.failed = True
         self._flights.pop(record.number, None)
 
     def land(self, record: Record, passed: torch.cuda.Event | None) -> None:
-        """Note that a collective was waited for: by the host, or by a stream until that event."""
+        """Mark a collective as waited for: by the host, or by a stream up to an event."""
         with self._lock:
             self._flights.pop(record.number, None)
             if passed is None:
@@ -303,7 +303,7 @@ class _RecordedFlight(Flight):
 
 
 class _Watchdog:
-    """A thread that looks for operations that do not arrive, and keeps no process from ending."""
+    """A daemon thread that reports overdue operations."""
 
     def __init__(self, recorder: FlightRecorder, limit: float, folder: Path | None) -> None:
         self._recorder = recorder
@@ -315,7 +315,7 @@ class _Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what it is writing is written first."""
+        """End the thread, after the dump that it may be writing."""
         self._stopping.set()
         self._thread.join(PATIENCE_S)
 
@@ -328,7 +328,7 @@ class _Watchdog:
                 self._report(new)
 
     def _report(self, records: list[Record]) -> None:
-        """One warning, of the oldest: those after it often wait for it alone."""
+        """Warn of the oldest overdue operation: later ones often wait for it alone."""
         dump = self._recorder.dump()
         first = records[0]
         _log.warning(
@@ -347,7 +347,7 @@ class _Watchdog:
 
 
 def _written(dump: dict[str, Any], folder: Path) -> str:
-    """Write a dump, whole or not at all, and say where it is."""
+    """Write a dump, whole or not at all, and return a sentence that names the file."""
     path = folder / f"rank_{dump['rank']}.json"
     beside = path.with_name(f".{path.name}.{uuid4().hex}.partial")  # of this process alone
     try:
@@ -376,12 +376,12 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without "torch."."""
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def _described(record: Record, now: float) -> dict[str, Any]:
-    """A record for JSON, with seconds ago in place of times of a clock that others do not have."""
+    """Return a record for JSON, with seconds ago in place of times of the local clock."""
     entries = asdict(record)
     launched, finished = entries.pop("launched"), entries.pop("finished")
     entries["launched_ago"] = now - launched

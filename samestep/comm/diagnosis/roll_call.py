@@ -1,8 +1,8 @@
-"""Roll calls: after a collective has failed, ranks ask through the store who is still there.
+"""Roll calls: after a collective has failed, ranks find out by the store who is missing.
 
-Whoever fails says so in the store and waits for the others to do the same; those who do not are
-missing. Ranks that wait for a rank that has failed look into the store and join. `verdict` says in
-words what was found out.
+A rank that fails says so in the store and waits for the other ranks to do so; ranks that do not
+are missing. Ranks that wait for a failed rank look into the store and join. `verdict` returns the
+findings as text.
 """
 
 import json
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A call in a thread of its own, which may be given up and keeps no process from ending."""
+    """A call in a daemon thread, which the caller may abandon."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -38,18 +38,18 @@ class Background(Generic[T]):
             self._ended.set()
 
     def ended(self, patience: float) -> bool:
-        """Whether it ends within that many seconds."""
+        """Whether the call ends within `patience` seconds; waits."""
         return self._ended.wait(patience)
 
 
 def this_process() -> str | None:
-    """A name by which `has_ended` knows this process; None where there is no /proc."""
+    """Return a name of this process for `has_ended`; None where there is no /proc."""
     machine, stat = _machine(), _stat(os.getpid())
     return f"{machine} {os.getpid()} {stat[1]}" if machine and stat else None
 
 
 def has_ended(process: str) -> bool:
-    """Whether that process certainly is no more; False for processes of other machines."""
+    """Whether a process certainly has ended; False for processes of other machines."""
     machine, pid, start = process.rsplit(" ", 2)
     if machine != _machine():
         return False
@@ -59,7 +59,7 @@ def has_ended(process: str) -> bool:
 
 
 def _machine() -> str | None:
-    """This boot of this machine, and which numbers its processes have here."""
+    """Return a name of this boot and PID namespace; None where there is no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -68,7 +68,7 @@ def _machine() -> str | None:
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
-    """The state of a process and its time of start; None if there is none."""
+    """Return the state of a process and its start time; None if there is no such process."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -102,7 +102,7 @@ class Attendance:
 
 
 class RollCall:
-    """The conversation of one group in its store. Nothing here blocks for longer than it says."""
+    """The roll call of one group in its store; every wait has a time limit."""
 
     def __init__(self, store: dist.Store, place: int) -> None:
         self._store = store
@@ -113,7 +113,7 @@ class RollCall:
         self._holding = threading.Lock()  # the thread of steps and the watch may both want to
 
     def _join(self) -> str:
-        """Leave this process's name; a store may outlive a group, so keys have its number."""
+        """Store this process's name and return the key prefix, with the group's number."""
         number = self._store.add(f"samestep/groups/{self._place}", 1)
         keys = f"samestep/{number}"
         process = this_process()
@@ -122,7 +122,7 @@ class RollCall:
         return keys
 
     def has_begun(self) -> bool:
-        """Whether any rank has failed, as far as is known without waiting for the store."""
+        """Whether any rank is known to have failed; does not wait long for the store."""
         if self._look is None:
             keys = self._joined.value
             if keys is None:
@@ -138,9 +138,9 @@ class RollCall:
     def hold(self, answer: Answer, since: float, expected: Sequence[int]) -> Attendance:
         """Answer, and collect the answers of the `expected` places.
 
-        They have five seconds from the launch of the operation, at `since`, and one from now.
-        It ends early when all have answered but those whose process is known to have ended.
-        A group fails once: asked again, it gives what it has found then.
+        Ranks have five seconds from the launch of the operation, at `since`, and at least one from
+        now. The roll call ends early when every rank has answered or its process has ended.
+        A group fails once: a later call returns the first findings.
         """
         with self._holding:
             if self._attendance is None:
@@ -166,7 +166,7 @@ class RollCall:
         _until(min(deadline, time.monotonic() + LAST_CALL_S), lambda: self._store.check(all_read))
 
     def _settled(self, keys: str, attendance: Attendance) -> bool:
-        """Read what is new; True if everyone has answered or ended."""
+        """Read new answers; return True if every expected rank has answered or ended."""
         for place in attendance.expected:
             if place in attendance.answers:
                 continue
@@ -190,13 +190,13 @@ def _until(deadline: float, condition: Callable[[], bool]) -> None:
 
 
 def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:
-    """A sentence on who is missing, and the first known error. `members`: global ranks by place."""
+    """Return a text on missing ranks and the first error. `members`: global ranks by place."""
     parts = missing(attendance, members) or [_nobody_missing(attendance, members)]
     return ". ".join(["; ".join(parts), *_error(attendance, mine)])
 
 
 def missing(attendance: Attendance, members: Sequence[int]) -> list[str]:
-    """The ranks that have not answered, in words; empty if all have."""
+    """Return phrases on ranks without an answer, or with other sizes; empty if none."""
     silent = set(attendance.expected) - attendance.answers.keys() - attendance.ended
     parts = []
     if attendance.ended:
@@ -211,7 +211,7 @@ def missing(attendance: Attendance, members: Sequence[int]) -> list[str]:
 
 
 def _sizes(attendance: Attendance, members: Sequence[int]) -> list[str]:
-    """Ranks that were in one operation with other numbers of elements."""
+    """Return phrases on ranks in one operation with different numbers of elements."""
     by_size: dict[tuple[str, int], list[int]] = {}
     for place, answer in sorted(attendance.answers.items()):
         if answer.elements is not None:
@@ -255,7 +255,7 @@ def _ranks(places: Iterable[int], members: Sequence[int]) -> str:
 
 
 def ranks_text(ranks: Iterable[int], most: float = 16) -> str:
-    """Ranks in words, shortened where there are more than so many."""
+    """Return a list of ranks as text, shortened if there are more than `most`."""
     numbers = list(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -265,7 +265,7 @@ def ranks_text(ranks: Iterable[int], most: float = 16) -> str:
 
 
 def own_connection(store: dist.Store) -> dist.Store:
-    """A store by a connection of its own, if it has any, so that waits hold up no other."""
+    """Return a store with its own connection, if it has any, so that waits block no other."""
     try:
         return store.clone()  # type: ignore[attr-defined, no-any-return]
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Names a rank that is gone or out of step, also where the host never waits for a collective.
+"""Name ranks that are gone or out of step, also if the host never waits for a collective.
 
 Each rank has one thread, the `Watch`, which talks to the others through the store of the default
 process group, never touches the device while all is well, and answers the roll calls of others:
@@ -77,7 +77,7 @@ _log = logging.getLogger("samestep")
 
 
 class Watch:
-    """The watching thread of one process, and what the step tells it.
+    """The watching thread of one process, with the methods by which a step reports to it.
 
     Args:
         store: Of the default process group; a connection of this thread alone.
@@ -85,8 +85,8 @@ class Watch:
         size: The number of its ranks.
         on_device: Whether collectives run on the device alone, so that nothing raises on the host.
         end: Ends the process with a message; tests put in their own.
-        torch_operations: Collectives of torch, such as FSDP2's, that are in flight for so long.
-        patience: Seconds that those may be in flight; None: they are not looked at.
+        torch_operations: Returns torch's collectives, as FSDP2's, in flight for given seconds.
+        patience: Seconds that those of torch may be in flight; None: they are not checked.
         is_over: Whether the group was destroyed, so that nothing is left to watch.
     """
 
@@ -135,7 +135,7 @@ class Watch:
     def launching(
         self, transfer: Transfer, ranks: tuple[int, ...], patience: float, group: str = ""
     ) -> Operation:
-        """Take note of a collective before its launch; costs the host about two microseconds.
+        """Record a collective before its launch; costs the host about two microseconds.
 
         group: The name of the process group, the same on all its ranks. Groups of the same ranks
             are told apart: threads may launch on several of them in any order.
@@ -150,7 +150,7 @@ class Watch:
         return operation
 
     def step_begun(self) -> None:
-        """The thread that calls this is the one that an error is raised in."""
+        """Record the start of a step, in the calling thread: errors are raised in that thread."""
         if self.failed is not None:
             raise self.failed
         self._step += 1
@@ -165,13 +165,13 @@ class Watch:
             Background(lambda: self._store.delete_key(self._key("problem")))
 
     def step_ended(self, device: torch.device) -> None:
-        """Note that all collectives waited for so far end before the device comes to this point."""
+        """Record the end of a step: collectives waited for so far end before this device point."""
         event = recorded_event(device)
         if event is not None:
             self._passed.append((event, self._last_waited_for()))
 
     def problem(self, error: BaseException) -> None:
-        """This rank cannot take the step. Others end if they wait for it, and only then."""
+        """Tell other ranks that this rank cannot take the step; ranks that wait for it end."""
         self._told_problem = True
         text = f"{type(error).__name__}: {str(error).strip()}"
         where = f"rank {self._rank} could not take step {self._step}: {text}"
@@ -179,11 +179,11 @@ class Watch:
         Background(lambda: self._store.set(key, where)).ended(1.0)
 
     def wait_for_comparison(self) -> None:
-        """Wait until the watches have compared what ranks launched; raises if that differs.
+        """Wait until the watches have compared launches of ranks; raise if launches differ.
 
-        For a rank that finds that ranks have said different things: NCCL compares no sizes, so
-        what arrived may be a mixture of two operations, and no rank has said it. Takes a few
-        seconds where ranks launched the same, and no time where the host waits for collectives.
+        A rank calls this when votes of ranks differ: NCCL compares no sizes, so the received
+        votes may mix two operations, and be those of no rank. The wait takes a few seconds where
+        ranks launched the same, and no time where the host waits for collectives.
         """
         last = time.monotonic() + 3 * self._pause + ROLL_CALL_S
         while self._on_device and self.failed is None and time.monotonic() < last:
@@ -192,7 +192,7 @@ class Watch:
             raise self.failed
 
     def stop(self) -> None:
-        """Watch no more, and leave nothing behind."""
+        """Stop the thread, and remove the hooks of this watch."""
         self._stopping.set()
         self._thread.join(2 * POLL_S)
         atexit.unregister(self._goodbye)
@@ -200,7 +200,7 @@ class Watch:
             sys.excepthook = self._hook
 
     def _last_waited_for(self) -> int:
-        """The last operation before any that nobody has waited for yet."""
+        """Return the number of the last operation up to which all were waited for."""
         last = 0
         for operation in self._in_flight:
             if not operation.waited:
@@ -241,7 +241,7 @@ class Watch:
                     return
 
     def _look(self) -> str | None:
-        """A reason to end, if there is one."""
+        """Return a reason to end this process, if there is one."""
         stuck = self._stuck()
         if stuck is not None:
             return stuck
@@ -257,7 +257,7 @@ class Watch:
         return 0.0
 
     def _stuck(self) -> str | None:
-        """An operation that has been in flight for too long: ours, or one of torch."""
+        """Return a text on an operation, samestep's or torch's, in flight for too long, or None."""
         now = time.monotonic()
         for operation in list(self._in_flight):
             if now - operation.begun < operation.patience:
@@ -274,10 +274,10 @@ class Watch:
         return None
 
     def _waits(self) -> bool:
-        """Whether the device is in a collective that others have to join: ours, or one of torch.
+        """Whether the device waits for other ranks in a collective, samestep's or torch's.
 
-        Asked for only when another rank has ended or has a problem. What the last step launched
-        stays in the list until the next one, however long ago it has arrived.
+        Called only when another rank has ended or has a problem. Operations of the last step stay
+        in the list until the next step, however long ago they have finished.
         """
         of_torch = Background(lambda: self._torch_operations(SUSPICIOUS_S))
         waits = self._oldest() is not None or (of_torch.ended(DEVICE_S) and bool(of_torch.value))
@@ -285,14 +285,14 @@ class Watch:
         return waits and not self._is_over() and not self._leaves()
 
     def _leaves(self) -> bool:
-        """Whether the thread that steps is about to have no group any more."""
+        """Whether the thread that steps is inside `destroy_process_group`."""
         frame = sys._current_frames().get(self._thread_of_steps or 0)
         while frame is not None and frame.f_code.co_name != "destroy_process_group":
             frame = frame.f_back
         return frame is not None
 
     def _gone(self, *, may_wait: bool) -> str | None:
-        """A rank that has ended; one that ended well is missed only by who waits for it."""
+        """Return a text on a rank that was killed or raised, or that this rank waits for."""
         for rank, name in self._known_processes():
             if has_ended(name) and not self._store.check([self._key("ended", rank)]):
                 return f"rank {rank} is gone: its process was killed"
@@ -316,7 +316,7 @@ class Watch:
         return None
 
     def _known_processes(self) -> Iterator[tuple[int, str]]:
-        """The processes of other ranks that this machine can look at."""
+        """Yield rank and process name of the other ranks that have stored one."""
         if len(self._processes) < self._size - 1:
             for rank in range(self._size):
                 key = self._key("process", rank)
@@ -325,7 +325,7 @@ class Watch:
         yield from self._processes.items()
 
     def _out_of_order(self) -> str | None:
-        """The first operation of a group that the next rank launched otherwise, if there is one."""
+        """Return a text on the first operation that the next rank launched otherwise, or None."""
         other = (self._rank + 1) % self._size
         key = self._key("launched", other)
         if other == self._rank or not self._store.check([key]):
@@ -366,11 +366,11 @@ class Watch:
         return CollectiveError(f"rank {self._rank} ends, in {head}: {text}", head, positions)
 
     def elsewhere(self, silent: set[int], answered: set[int]) -> list[str]:
-        """Sentences about ranks that are alive, but in no operation of those that `answered`.
+        """Return sentences on ranks that are alive, but not in the operation that failed.
 
-        silent: those of its members that did not. Others count if they wait in a collective that
-        is none of samestep's: where sizes differ, gloo aborts a process, which need not be the
-        one that did something else.
+        answered, silent: its members that answered the roll call, and those that did not. Ranks
+        outside it count if they wait in a collective that is not samestep's: where sizes differ,
+        gloo aborts a process, not always that of the rank at fault.
         """
         self._held(None)
         assert self._attendance is not None
@@ -382,7 +382,7 @@ class Watch:
         return int(self._store.get(self._key("steps", rank)))
 
     def _ended_by(self) -> dict[int, str]:
-        """Other ranks that have said that they end, with their error, "" if there was none."""
+        """Return the other ranks that said that they end, with their error, "" if none."""
         keys = {rank: self._key("ended", rank) for rank in range(self._size) if rank != self._rank}
         return {
             rank: self._store.get(key).decode()
@@ -391,7 +391,7 @@ class Watch:
         }
 
     def _oldest(self) -> str | None:
-        """The oldest operation that has not ended."""
+        """Return the oldest operation in flight, as text, or None."""
         for operation in list(self._in_flight):
             if not operation.has_arrived():
                 return str(operation)
@@ -400,7 +400,7 @@ class Watch:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Tell the others before this process ends; then what the hook was before."""
+        """Tell other ranks that this process ends, then call the previous `sys.excepthook`."""
         told = f"{kind.__name__}: {str(error).strip().partition(chr(10))[0]}"
         if is_of_communication(error):
             # Not alone: the others wait as well, and who ends first looks like the one at fault.
@@ -428,7 +428,7 @@ class Watch:
 
 
 class _Current(NamedTuple):
-    """The default group, which is not kept alive, and its watch if it has one."""
+    """The default group, by a weak reference, and its watch if it has one."""
 
     world: "weakref.ref[dist.ProcessGroup]"
     watch: Watch | None
@@ -438,16 +438,16 @@ _current: _Current | None = None
 
 
 def current() -> Watch | None:
-    """The watch of this process's default group, if it has one already."""
+    """Return the watch of this process's default group, or None before `start`."""
     if _current is None or _current.world() is not dist.group.WORLD:
         return None
     return _current.watch
 
 
 def start() -> Watch | None:
-    """The watch of the default group; the first call makes it, once for each default group.
+    """Return the watch of the default group; the first call for each default group makes it.
 
-    There is none for ranks that are threads, or where the environment has SAMESTEP_WATCH=0.
+    Return None for a single rank, for ranks that are threads, or if SAMESTEP_WATCH=0 is set.
     """
     global _current
     world = dist.group.WORLD if dist.is_available() else None
@@ -479,7 +479,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, Launching | None] = WeakKeyDiction
 
 
 def of(handle: dist.ProcessGroup) -> Launching | None:
-    """`Watch.launching` for the operations of a group on a GPU; None where the host waits."""
+    """Return `Watch.launching` for the collectives of a group; None where the host waits."""
     if handle not in _groups:
         _groups[handle] = None
         with suppress(TypeError, ValueError):  # a group that torch does not know has no backend

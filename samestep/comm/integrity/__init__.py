@@ -1,1 +1,1 @@
-"""Whether ranks hold the same."""
+"""Checks that ranks hold the same values."""

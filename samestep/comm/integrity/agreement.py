@@ -1,4 +1,4 @@
-"""Finding out whether all ranks have the same, and who differs."""
+"""Find out whether all ranks have the same values, and the ranks that differ."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ MOST = 3  # differences that are told
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks that must have the same have not. Raised on every rank, with the first difference."""
+    """Values that must agree differ between ranks; raised on every rank."""
 
 
 def require_same_lines(
@@ -24,8 +24,8 @@ def require_same_lines(
 ) -> None:
     """Raise on every rank, naming the first difference, unless all ranks give the same lines.
 
-    A digest is compared first; the lines travel only if digests differ. `way_out`: for ranks that
-    differ on purpose.
+    A digest is compared first; the lines travel only if digests differ. `way_out`: advice in
+    the error, for ranks that differ on purpose.
     """
     name = f"comparison of the {what}"
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -46,10 +46,10 @@ def require_same_lines(
 
 
 class LineDifferences(NamedTuple):
-    """Lines "what = value" that ranks do not have alike.
+    """Lines "what = value" in which ranks differ.
 
-    first: of the first few, by global rank.
-    more: how many others there are.
+    first: the first few differences, each by global rank.
+    more: number of further differences.
     """
 
     first: list[dict[int, str]]
@@ -59,9 +59,9 @@ class LineDifferences(NamedTuple):
 def differences_between_ranks(
     lines: Sequence[str], groups: Sequence[RankGroup], device: torch.device
 ) -> LineDifferences:
-    """The lines in which ranks differ, where `groups`, one after the other, reach all of them.
+    """Return the lines in which ranks differ, among ranks that `groups` reach in turn.
 
-    Checksums travel first, and then the lines that differ alone. Collective.
+    Checksums travel first, and then only the lines that differ. Collective.
     """
     name = "comparison of what ranks do"
     length = torch.tensor([len(lines)], dtype=torch.int64, device=device)
@@ -86,7 +86,7 @@ def differences_between_ranks(
 
 
 def differences_text(found: LineDifferences) -> str:
-    """The differences between ranks, with the values and the ranks that have them."""
+    """Return the differences as text, with the values and the ranks that have them."""
     parts = [_difference_text(by_rank) for by_rank in found.first]
     more = f" ({found.more} more differ)" if found.more else ""
     return "; ".join(parts) + more
@@ -101,7 +101,7 @@ def _difference_text(by_rank: Mapping[int, str]) -> str:
 
 
 def agreed(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> Tensor:
-    """Per place of an int64 vector: do all ranks have the same there? The host waits for no GPU."""
+    """Return, per element of an int64 vector, whether ranks agree; the host waits for no GPU."""
     # ~ turns the order around without overflow, so the largest ~value is the smallest value's.
     highest = maximum(name, torch.cat([values, ~values]), group).wait()
     high, low = highest.chunk(2)
@@ -109,12 +109,12 @@ def agreed(values: Tensor, group: RankGroup, name: str = "comparison of replicas
 
 
 def differing(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> list[int]:
-    """The places of an int64 vector at which ranks have different values."""
+    """Return the indices of an int64 vector at which ranks have different values."""
     return torch.nonzero(~agreed(values, group, name)).flatten().tolist()
 
 
 def gather_texts(name: str, text: str, group: RankGroup, device: torch.device) -> list[str]:
-    """The texts of all ranks, by their place in the group."""
+    """Gather the texts of all ranks, by their place in the group."""
     encoded = text.encode()
     length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
     lengths = [int(row) for row in gather_rows(name, length, group)]
@@ -125,6 +125,6 @@ def gather_texts(name: str, text: str, group: RankGroup, device: torch.device) -
 
 
 def gather_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
-    """The rows of all ranks, which are equally long, by their place in the group."""
+    """Gather equally long rows of all ranks, by their place in the group."""
     sizes = [row.numel()] * group.size
     return gather_segments(name, row, sizes, group).wait()

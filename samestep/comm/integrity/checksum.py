@@ -14,7 +14,7 @@ BLOCK = 1 << 13  # words of 64 bits that are summed with one table of weights
 
 
 def text_checksum(text: str) -> int:
-    """A checksum of a text, in the range of an int64."""
+    """Return a checksum of a text, in the range of an int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
@@ -24,7 +24,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """The checksum of each of some tensors on one device, (n,). The host waits for no GPU.
+    """Return the checksum of each tensor on one device, (n,); the host waits for no GPU.
 
     Each 32-bit half of a 64-bit word is multiplied with an odd random number of its place in a
     block, modulo 2^64, and added up; then blocks are mixed with their places and added, and
@@ -32,7 +32,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     block, and any fixed difference in several goes unseen by at most one choice of random
     numbers in 2^33 (the worst case: only sign bits).
 
-    Tensors of up to a block are summed together, since there are many of them.
+    Tensors of up to one block are summed in one batch, since there are many of them.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
@@ -57,7 +57,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def sum_of_words(words: Tensor) -> Tensor:
-    """A checksum of few words of 64 bits, (n,) int64, that adds up: a few launches on a GPU."""
+    """Return an additive checksum, 0-D, of a few int64 words, (n,), in few GPU launches."""
     return (words * _weights(words.device)[0][: len(words)]).sum()
 
 
@@ -65,7 +65,7 @@ _GOLDEN = 0x1E3779B97F4A7C15
 
 
 def _sums(data: Sequence[Tensor]) -> Tensor:
-    """The sum of each of some tensors that are no longer than a block."""
+    """Return the sum of each tensor, none of which is longer than a block."""
     low, high, zeros = _weights(data[0].device)
     parts = [part for own in data for part in (own, zeros[: -own.numel() % 8])]
     words = torch.cat(parts).view(torch.int64)
@@ -75,7 +75,7 @@ def _sums(data: Sequence[Tensor]) -> Tensor:
 
 
 def _block_sums(data: Tensor, at_once: int) -> Tensor:
-    """The sum of each block of a tensor."""
+    """Return the sum of each block of a tensor."""
     low, high, _ = _weights(data.device)
     sums = []
     for part in torch.split(data, at_once):
@@ -91,12 +91,12 @@ def _block_sums(data: Tensor, at_once: int) -> Tensor:
 
 
 def _heads(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The first so many values for each size, one after the other."""
+    """Return, for each size, the first `size` values, concatenated."""
     return torch.cat([values[:size] for size in sizes])
 
 
 def _segment_sums(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The sums of stretches of these sizes, modulo 2^64."""
+    """Return the sums of consecutive segments of given sizes, modulo 2^64."""
     running = torch.cat([values.new_zeros(1), values.cumsum(0)])
     at_ends = running[_on(values.device, list(accumulate(sizes, initial=0)))]
     return at_ends[1:] - at_ends[:-1]
@@ -109,7 +109,7 @@ def _on(device: torch.device, numbers: Sequence[int]) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Odd random numbers for the lower and the upper half of each word of a block; 7 zeros."""
+    """Return odd random numbers for both halves of each word of a block, and 7 zeros."""
     numbers = _mixed(torch.arange(1, 2 * BLOCK + 1, device=device) * _GOLDEN) | 1
     return numbers[:BLOCK], numbers[BLOCK:], torch.zeros(7, dtype=torch.uint8, device=device)
 

@@ -1,4 +1,4 @@
-"""Differences between ranks, once it is known that there are any: values travel."""
+"""Locate differences between ranks, once checksums differ: the values travel."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ AT_ONCE = 1 << 24  # elements that are compared at a time, to bound memory
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of ranks from the first of their group, in one tensor or text."""
+    """The difference of ranks from the first rank of their group, in one tensor or text."""
 
     ranks: tuple[int, ...]  # the global ranks that do
     max_abs_diff: float  # the largest over all of them; inf where no number tells how far it is
@@ -33,9 +33,10 @@ class Difference:
 def locate(
     name: str, values: Sequence[Tensor | str], group: RankGroup, device: torch.device
 ) -> list[Difference | None]:
-    """Compare values that have the same shapes everywhere; None: it is the same on all ranks.
+    """Return the difference of each value between ranks; None where ranks agree.
 
-    Collective; every rank gets the same answer. Each tensor is sent by the first rank.
+    Collective; every rank gets the same answer. Shapes are the same on all ranks, and the first
+    rank sends each tensor.
     """
     mine = [v if isinstance(v, str) else _from_first(name, v, group) for v in values]
     texts = gather_texts(name, json.dumps(mine), group, device)
@@ -60,9 +61,9 @@ def _from_first(name: str, tensor: Tensor, group: RankGroup) -> list[Any]:
 
 
 def compared(first: Tensor, own: Tensor, shape: Sequence[int]) -> list[Any]:
-    """[elements that differ from the first rank's, largest difference, index, both values].
+    """Return [number of elements that differ, largest difference, index, both values].
 
-    Of two tensors (n,), which are really of some shape.
+    Both tensors are flat, (n,); the index is of `shape`.
     """
     count, largest = 0, 0.0
     place: int | None = None
@@ -88,7 +89,7 @@ def _index(place: int, shape: Sequence[int]) -> list[int]:
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
-    """The largest difference; 0 between two NaNs, inf between a NaN and a number."""
+    """Return the largest difference; 0 between two NaNs, inf between a NaN and a number."""
     wide = torch.complex128 if left.is_complex() else torch.float64
     left, right = left.to(wide), right.to(wide)
     distance = (left - right).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
@@ -101,7 +102,7 @@ def _value(element: Tensor) -> Value:
 
 
 def difference_of(found: Sequence[Any], members: Sequence[int]) -> Difference | None:
-    """From what `compared` gave on each of some ranks."""
+    """Return the difference from the results of `compared` on each rank; None if none."""
     places = [place for place, (count, *_) in enumerate(found) if count]
     if not places:
         return None

@@ -1,1 +1,1 @@
-"""The one GPT, how it is cut over a mesh, and the shapes that commands share."""
+"""The GPT that commands train, its plan over a mesh, and shapes of other models' parameters."""

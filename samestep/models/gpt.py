@@ -1,8 +1,8 @@
 """A compact decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, experts.
 
 Shapes in the docstrings: B sequences, T tokens, C channels (``width``), H query heads,
-G key/value heads, D channels of one head, V vocabulary, E experts, Z null experts, K of both per
-token.
+G key/value heads, D channels of one head, V vocabulary, E experts, Z null experts, K choices of a
+token among the E + Z.
 """
 
 import math
@@ -95,7 +95,7 @@ class GPTConfig:
 
     @property
     def choices(self) -> int:
-        """The number of choices of a token: experts, and null experts after them."""
+        """Return the number of choices that a token has: E experts, then Z null experts."""
         return self.experts + self.null_experts
 
     @property
@@ -129,7 +129,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention, (B, T, C) to (B, T, C).
 
-    Queries, keys and values have a weight each, or one together: a rank has some of the heads.
+    Queries, keys and values have a weight each, or one fused weight. A rank may hold only some of
+    the heads.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -181,7 +182,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Stacks of E smaller MLPs, each for the rows that were sent to it."""
+    """The stacked weights of E small MLPs; each expert transforms the rows sent to it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class Experts(nn.Module):
         self.products: Products = config.expert_products
 
     def forward(self, rows: Tensor, counts: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Transform (n, C), ``counts`` of them for each expert in turn; or (E, slots, C)."""
+        """Transform (n, C), ``counts`` rows for each expert in turn; without it (E, slots, C)."""
         ups, downs = local(self.up), local(self.down)
         if counts is None:
             return relu(rows @ ups.mT).square() @ downs.mT
@@ -201,9 +202,10 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Each token uses the K experts that its router scores highest, (B, T, C) to (B, T, C).
 
-    A bias that only takes part in the choice makes busy experts less likely, and `balance` moves
-    it by what was counted. Counts are whole numbers, so the bias does not depend on how a batch
-    was divided among ranks. Losses of the router come beside it if they are asked for.
+    A bias, added to the scores only for the choice, makes busy experts less likely; `balance`
+    moves the bias by the counts of tokens. Counts are integers, so the bias does not depend on how
+    a batch was divided among ranks. The losses of the router are added if the config sets their
+    coefficients.
 
     Null experts add nothing, and the weights of the others are made to sum to one without them
     (AdaMoE, arXiv 2406.13233). Shared experts (DeepSeekMoE, arXiv 2401.06066) are one MLP for all
@@ -251,7 +253,7 @@ class MixtureOfExperts(nn.Module):
         return mixed.to(x.dtype).view_as(x)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The experts of each token, (B T, K), counted."""
+        """Return the choices of each token, (B T, K); count them in training."""
         chosen = (scores + self.bias).topk(self.active).indices
         if self.training:
             self.load += load_of(chosen, len(self.load))
@@ -259,7 +261,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def balance(self, load: Tensor, rate: float = 1e-3) -> None:
-        """Make experts with more than the mean of ``load`` (E,), over all ranks, less likely."""
+        """Make experts whose ``load`` (E + Z,), over all ranks, is above the mean less likely."""
         self.bias += rate * (load.float().mean() - load).sign()
         self.load.zero_()
 
@@ -289,7 +291,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (B, T) to next-token logits (B, T, V); T may be anything up to ``context``."""
+    """A GPT from token ids (B, T) to next-token logits (B, T, V); T is at most ``context``."""
 
     cos: Tensor
     sin: Tensor
@@ -347,19 +349,19 @@ class GPT(nn.Module):
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, T, V), (B, T) -> (): the mean over sequences and positions."""
+    """Return the mean cross-entropy of logits (B, T, V) against targets (B, T), in nats."""
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def balance_experts(model: nn.Module, layers: int, copies: int = 1) -> None:
-    """Make experts that are chosen too often less likely, by what all ranks have counted.
+    """Make experts that are chosen too often less likely, by counts summed over all ranks.
 
-    Collective, where there are ranks.
+    Collective if the default process group is initialized and the model has experts.
 
     Args:
-        model: All of it, or one rank's stages: blocks have their names in the whole.
-        layers: Of the whole model.
-        copies: How many ranks have counted the same tokens.
+        model: The whole model, or one rank's stages, whose blocks keep their names in the whole.
+        layers: Number of layers of the whole model.
+        copies: Number of ranks that have counted the same tokens.
     """
     found = {
         int(match[1]): module
@@ -379,7 +381,7 @@ def balance_experts(model: nn.Module, layers: int, copies: int = 1) -> None:
 
 
 def gpt_plan(config: GPTConfig) -> Plan:
-    """The plan that cuts the model over a mesh."""
+    """Return the plan that cuts the model over a mesh."""
     experts = bool(config.experts)
     mlp = () if experts else ("blocks.*.mlp",)
     heads = (config.heads, config.kv_heads, config.kv_heads)

@@ -8,34 +8,34 @@ Shape = tuple[int, ...]
 
 
 class Shapes(NamedTuple):
-    """Shapes of what Muon updates (3-D: stacks of experts), and of the rest."""
+    """Shapes of the parameters that Muon updates (3-D: stacks of experts), and of the others."""
 
     matrices: tuple[Shape, ...]
     others: tuple[Shape, ...]
 
 
 def gpt(width: int, layers: int, vocabulary: int) -> Shapes:
-    """Blocks with separate projections; embedding and head."""
+    """Return the shapes of a GPT: blocks with separate projections; embedding and head."""
     layer = ((width, width),) * 4 + ((4 * width, width), (width, 4 * width))
     return Shapes(layer * layers, ((vocabulary, width),) * 2)
 
 
 def _llama_8b(layers: int) -> Shapes:
-    """32 query heads and 8 key-value heads, gated MLP; an embedding."""
+    """Return the shapes of layers with 32 query and 8 key-value heads, gated MLP; an embedding."""
     attention = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
     layer = (*attention, (14336, 4096), (14336, 4096), (4096, 14336))
     return Shapes(layer * layers, ((32768, 4096),))
 
 
 def _mixture(layers: int, experts: int, width: int, hidden: int) -> Shapes:
-    """Stacks of small gated experts; an embedding."""
+    """Return the shapes of layers with stacks of small gated experts; an embedding."""
     stacks = ((experts, hidden, width), (experts, hidden, width), (experts, width, hidden))
     layer = ((width, width),) * 4 + stacks
     return Shapes(layer * layers, ((32768, width),))
 
 
 def _adapters(layers: int, rank: int) -> Shapes:
-    """Both factors of low-rank adapters of all seven matrices of Llama-70B's layers; a norm."""
+    """Return the shapes of low-rank adapters of all matrices in Llama-70B's layers; a norm."""
     width, key, hidden = 8192, 1024, 28672
     sides = (
         (width, width), (key, width), (key, width), (width, width),
@@ -46,7 +46,7 @@ def _adapters(layers: int, rank: int) -> Shapes:
 
 
 def _vision(width: int, layers: int) -> Shapes:
-    """Blocks with fused projections; patches of 16 x 16, positions, a head of 1000 classes."""
+    """Return the shapes of a ViT: fused projections, 16 x 16 patches, positions, 1000 classes."""
     layer = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
     return Shapes(layer * layers, ((width, 768), (197, width), (1000, width)))
 

@@ -22,7 +22,7 @@ VALIDATION_EVERY_NTH_FILE = 10
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as one tensor of bytes (uint8) per split; no file is in both."""
+    """Text as one tensor of bytes (uint8) per split, and the names of each split's files."""
 
     train: Tensor
     validation: Tensor
@@ -31,14 +31,14 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """A name for exactly this text: it differs from one Python release to the next."""
+        """Return the SHA-256 of the text; the default text differs between Python releases."""
         digest = hashlib.sha256(self.train.numpy().tobytes())
         digest.update(self.validation.numpy().tobytes())
         return digest.hexdigest()
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Read every Python file under ``root`` (the standard library), in the order of its name."""
+    """Read Python files under ``root`` (the standard library); every tenth is for validation."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     names = sorted(python_files(root))
     held_out = names[VALIDATION_EVERY_NTH_FILE - 1 :: VALIDATION_EVERY_NTH_FILE]
@@ -79,16 +79,16 @@ def windows(data: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 
 def validation_starts(data: Tensor, context: int, count: int) -> Tensor:
-    """The starts of ``count`` windows that are spread evenly over the text."""
+    """Return the starts of ``count`` windows that are spread evenly over the text."""
     return torch.linspace(0, len(data) - context - 1, count, dtype=torch.float64).long()
 
 
 class Order:
-    """The start of each sequence of a run, which depends on its number alone.
+    """The start of each sequence of a run, which depends on the sequence's number alone.
 
     The text is cut into windows, and every epoch goes through all of them in an order of its own.
-    What a number means does not depend on ranks, batches or what was drawn before, so that a run
-    can go on from any number, on any number of ranks.
+    The start does not depend on ranks, batches or earlier random draws, so that a run can go on
+    from any number, on any number of ranks.
     """
 
     def __init__(self, length: int, context: int, seed: int) -> None:
@@ -98,7 +98,7 @@ class Order:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def starts(self, numbers: Tensor) -> Tensor:
-        """The starts of the sequences with these numbers (n,), (n,)."""
+        """Return the starts (n,) of the sequences with these numbers (n,)."""
         places = (divmod(number, self.windows) for number in numbers.tolist())
         chosen = [self._epoch(epoch)[place] for epoch, place in places]
         return torch.tensor(chosen, dtype=torch.int64) * self._context
@@ -110,6 +110,6 @@ class Order:
 
 
 def mixed(*parts: object) -> int:
-    """A seed that follows from all parts, and from nothing else."""
+    """Return a seed that depends on all parts, and on nothing else."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -17,10 +17,10 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """The log of a run, a JSON object per line; only the first rank keeps one.
+    """The log of a run, one JSON object per line; only rank 0 keeps one.
 
-    Rows with `loss` are training steps, rows with `val_loss` validations, rows with `event` tell of
-    starts and saves. `step` counts the steps that were done.
+    Rows with `loss` are training steps, rows with `val_loss` validations, rows with `event` starts
+    and saves, for example. `step` is the number of steps done.
     """
 
     def __init__(self, folder: Path, active: bool) -> None:
@@ -28,7 +28,7 @@ class Journal:
         self._active = active
 
     def rows(self) -> list[Row]:
-        """All there is so far; half a line, of a process that was killed, is left out."""
+        """Return all rows so far, without the incomplete line of a process that was killed."""
         path = self._folder / LOG
         found = []
         for line in path.read_text().splitlines() if path.exists() else []:
@@ -39,7 +39,7 @@ class Journal:
         return found
 
     def go_back_to(self, step: int) -> None:
-        """Forget what came after a step: it will happen again."""
+        """Remove the rows after a step, which the run will do again."""
         if self._active:
             kept = [_line(row) for row in self.rows() if row["step"] <= step]
             write_files(self._folder, {LOG: "".join(kept).encode()})
@@ -50,7 +50,7 @@ class Journal:
                 log.writelines(map(_line, rows))
 
     def draw(self) -> bool:
-        """Draw the losses so far; False if there is nothing to draw, or to draw with."""
+        """Draw the losses so far; return False without losses or matplotlib, or off rank 0."""
         if not self._active or find_spec("matplotlib") is None:
             return False
         rows = self.rows()
@@ -61,7 +61,7 @@ class Journal:
 
 
 def _line(row: Row) -> str:
-    """A row as JSON, which has neither NaN nor infinity; paths are texts."""
+    """Return a row as a line of JSON: NaN and infinity become null, paths strings."""
     plain = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
     return json.dumps(plain, default=str) + "\n"
 
@@ -92,7 +92,7 @@ def picture(rows: list[Row]) -> bytes:
 
 
 class Display:
-    """Progress of a run: a bar where there is a terminal and rich, or lines."""
+    """The progress of a run: a bar if there are a terminal and rich, else lines."""
 
     def __init__(self, speaks: bool, progress: Any = None, task: Any = None) -> None:
         self._speaks = speaks
@@ -106,7 +106,7 @@ class Display:
             self.say(f"step {step}/{steps}  {text}")
 
     def say_on_every_rank(self, text: str) -> None:
-        """A line of this rank's own, also where another one speaks for all."""
+        """Write a line of this rank, even if only rank 0 writes others."""
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
@@ -119,7 +119,7 @@ class Display:
 
 @contextmanager
 def display(speaks: bool) -> Iterator[Display]:
-    """A display, taken down at the end."""
+    """Yield a display of progress, which is taken down at the end."""
     if not (speaks and sys.stdout.isatty() and find_spec("rich")):
         yield Display(speaks)
         return

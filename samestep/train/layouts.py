@@ -1,4 +1,4 @@
-"""The model and its optimizer, placed as asked: all that differs between layouts is here."""
+"""The placement of a model and its optimizer: all code that differs between layouts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from samestep.train.world import World
 
 
 def degrees_of(options: Options, world: World) -> Degrees:
-    """The division of the ranks; raises BadRequestError if they cannot be divided."""
+    """Return the degrees of the mesh axes; BadRequestError if they do not divide the ranks."""
     replicate = options.replicate
     if options.placed == "hsdp" and not options.meshed:
         if world.size % options.shards:
@@ -99,13 +99,13 @@ def _check_micro_batches(options: Options, degrees: Degrees) -> None:
 
 
 def micro_batches(options: Options, degrees: Degrees) -> int:
-    """Parts into which a pipeline cuts what a rank is given."""
+    """Return the number of micro-batches into which a pipeline cuts a rank's batch."""
     rows = options.batch_size // degrees.batch_ranks
     return options.pp if options.micro_batch is None else rows // options.micro_batch
 
 
 def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdamW, Stack, Decision]:
-    """Lay a model out as asked: its optimizer, its mesh, and whether it is compiled, and why."""
+    """Lay a model out as asked; return its optimizer, its stack, and whether it is compiled."""
     same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
     keywords = {key: getattr(options, key) for key in same}
     keywords |= {"overrides": _overrides(options), **LAYOUTS[options.placed].keywords}
@@ -144,7 +144,7 @@ def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdam
 
 
 def _overrides(options: Options) -> dict[Any, dict[str, Any]]:
-    """Rules that names and shapes do not tell."""
+    """Return the rules of parameters for which names and shapes are not enough."""
     if options.lora:
         return {"*.lora_*": {"rule": options.lora_rule}}
     if options.routed:
@@ -163,7 +163,7 @@ def _adapter(options: Options, mesh: Any) -> Callable[[nn.Module], object]:
 
 @contextmanager
 def no_sync(model: GPT, optimizer: samestep.MuonAdamW) -> Iterator[None]:
-    """Keep gradients local, for all micro-batches of a step but the last."""
+    """Keep gradients unreduced inside, for all micro-batches of a step but the last."""
     sharded: Any = model if isinstance(model, FSDPModule) else None
     if sharded is not None:
         sharded.set_requires_gradient_sync(False)

@@ -1,4 +1,4 @@
-"""This process among the ranks: its process group, its device, and sums over all."""
+"""The ranks of a run: process group, this process's rank and device, sums over all ranks."""
 
 import os
 import sys
@@ -16,12 +16,13 @@ from samestep.tooling.request import BadRequestError
 
 
 class Running(NamedTuple):
-    """Over what ranks talk, as a log tells it.
+    """The backend over which ranks communicate, as a log records it.
 
-    requested_backend: what `--device` asks for: "nccl" of GPUs, "gloo" of a CPU; None: auto, which
-        takes what there is.
-    runtime_mode: "torchrun", "one process", or "caller", whose process group it is.
-    fallback_reason: why it is another one than would be best here; None: it is that one.
+    requested_backend: The backend that `--device` asks for: "nccl" for GPUs, "gloo" for a CPU;
+        None: auto, which takes what there is.
+    runtime_mode: "torchrun", "one process", or "caller", who has initialized the process group.
+    fallback_reason: The reason why the backend is not the one that would be best here;
+        None: it is the best.
     """
 
     requested_backend: str | None = None
@@ -31,7 +32,7 @@ class Running(NamedTuple):
 
 
 class World(NamedTuple):
-    """All ranks, and this one among them."""
+    """The number of ranks, and this process's rank and device."""
 
     rank: int
     size: int
@@ -39,21 +40,21 @@ class World(NamedTuple):
     running: Running = Running()
 
     def share(self, items: Tensor) -> Tensor:
-        """This rank's part of what all ranks divide among them, by index; sizes differ by one."""
+        """Return this rank's part of items divided by index; sizes differ by at most one."""
         return items.tensor_split(self.size)[self.rank]
 
     def largest_share(self, count: int) -> int:
-        """The number of ``count`` items that the rank with most of them has."""
+        """Return the size of the largest part when all ranks divide ``count`` items."""
         return -(-count // self.size)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, in rank order: the same bits on every rank, every time."""
+        """Return the sum over all ranks in rank order: the same bits on every rank, every time."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
         dist.all_gather(parts, value.contiguous())
         return sum(parts[1:], start=parts[0])
 
     def highest(self, value: Tensor) -> Callable[[], Tensor]:
-        """Start to find the highest value of all ranks; the function waits for it and gives it."""
+        """Start an all-reduce of the maximum; return a function that waits for the result."""
         work = dist.all_reduce(value, dist.ReduceOp.MAX, async_op=True)
 
         def wait() -> Tensor:
@@ -66,7 +67,10 @@ class World(NamedTuple):
 
 @contextmanager
 def joined(device: str) -> Iterator[World]:
-    """Join the ranks that torchrun has started, or be the only one; leave them at the end."""
+    """Join the process group of torchrun's ranks, or make one of this process alone.
+
+    Yield the world, and destroy the process group at the end, unless the caller initialized it.
+    """
     place = torchrun_rank() or TorchrunRank(0, 1, 0, 1)
     here = _device(device, place)
     asked = {"cuda": "nccl", "cpu": "gloo"}.get(device)
@@ -98,7 +102,7 @@ def joined(device: str) -> Iterator[World]:
 
 
 def _no_nccl(here: torch.device, place: TorchrunRank) -> str | None:
-    """The reason why ranks do not talk over NCCL; None: they do."""
+    """Return the reason why ranks do not communicate over NCCL; None if they do."""
     if here.type != "cuda":
         return "torch sees no GPU"
     gpus = torch.cuda.device_count()
@@ -109,10 +113,10 @@ def _no_nccl(here: torch.device, place: TorchrunRank) -> str | None:
 
 
 def _store() -> dist.Store:
-    """The address at which ranks find each other.
+    """Return the store in which ranks find each other's addresses.
 
-    torchrun keeps its store when it starts all ranks again, with the addresses of those that are
-    gone, to which gloo would connect: every attempt has a place of its own.
+    torchrun keeps its store when it restarts all ranks, with the addresses of processes that are
+    gone, to which gloo would connect. Every attempt therefore has a prefix of its own.
     """
     if torchrun_rank() is None:
         return dist.HashStore()

@@ -36,7 +36,7 @@ class Parameters(NamedTuple):
 
 
 def make_parameters(shapes: Shapes, device: torch.device) -> Parameters:
-    """Random parameters and gradients in fp32, the same for every contestant."""
+    """Return random fp32 parameters and gradients, the same for every contestant."""
     torch.manual_seed(0)
     matrices, others = (with_gradients(some, device) for some in shapes)
     by_shape: dict[Shape, list[Parameter]] = defaultdict(list)
@@ -65,7 +65,7 @@ def with_gradients(
 
 
 def as_matrices(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Stacks as views of their matrices, for optimizers that know only those."""
+    """Return stacks as views of their matrices, for optimizers that take only matrices."""
     found: list[Parameter] = []
     for parameter in parameters:
         if parameter.ndim == 2:
@@ -92,9 +92,9 @@ BETAS = (0.9, 0.95)
 
 
 class Copies(NamedTuple):
-    """Parameters that a contestant steps instead of the common ones, and which those are.
+    """Parameters that a contestant steps instead of the shared ones, and their originals.
 
-    Each is as large as all of its originals, one after the other.
+    Each copy holds all of its originals, one after the other.
     """
 
     own: list[Parameter]
@@ -112,7 +112,7 @@ class Copies(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A contestant: its optimizers, stepped one after the other, and its polynomial."""
+    """A contestant's optimizers, stepped one after the other, and their polynomial."""
 
     optimizers: list[Any]
     reference: Reference | None = None
@@ -135,7 +135,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _ours(parameters: Parameters, **options: Any) -> Entry:
-    """Our optimizer as shipped, with clipping; `options` are what differs."""
+    """Build samestep's optimizer as shipped, with clipping; `options` are further keywords."""
     groups = [
         {"params": parameters.matrices, "rule": "muon"},
         {"params": parameters.others, "rule": "adamw"},
@@ -167,7 +167,7 @@ def _torch_muon(parameters: Parameters) -> Entry:
 
 
 def _nanochat(parameters: Parameters) -> Entry:
-    """Groups as its model makes them: one for each shape."""
+    """Build nanochat's optimizer with groups as its model makes them: one for each shape."""
     optim = peer("nanochat.optim")
     matrices = as_matrices(parameters.matrices)
     groups: list[dict[str, Any]] = [
@@ -188,7 +188,7 @@ def _nanochat(parameters: Parameters) -> Entry:
 
 
 def _dion(parameters: Parameters, *, graph: bool = False, **options: Any) -> Entry:
-    """`graph`: replayed by its own `CudaGraphOptimizer`, which records the third step."""
+    """Build dion's optimizer; `graph` replays it by `CudaGraphOptimizer` from step 3 on."""
     optimizer = dion_muon(parameters.matrices, parameters.others, **options)
     if graph:
         optimizer = peer("dion.cuda_graph").CudaGraphOptimizer(optimizer, warmup_steps=2)
@@ -198,7 +198,7 @@ def _dion(parameters: Parameters, *, graph: bool = False, **options: Any) -> Ent
 def dion_muon(
     matrices: Sequence[Tensor], others: Sequence[Tensor], lr: float = LR, **options: Any
 ) -> Any:
-    """dion's Muon on one device, AdamW for the rest inside the same optimizer."""
+    """Build dion's Muon on one device, with AdamW for `others` inside the same optimizer."""
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
     return peer("dion").Muon(
         groups, lr=lr, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
@@ -207,7 +207,7 @@ def dion_muon(
 
 
 def _dion_reference(options: dict[str, Any]) -> Reference | None:
-    """The coefficients, from where a peer lets them be read."""
+    """Return the polynomial of dion's Muon, or None if no peer lets it be read."""
     try:
         if options.get("use_gram_newton_schulz"):
             return Reference(peer("gram_newton_schulz").POLAR_EXPRESS_COEFFICIENTS)
@@ -226,7 +226,10 @@ KERNELS = ("XXT", "XTX", "ba_plus_cAA", "transpose_add", "transpose_copy")
 
 
 def _speedrun_optimizer() -> Any:
-    """Its class, out of a script that would train when imported; ImportError if there is none."""
+    """Return the optimizer class of modded-nanogpt, out of its script, which is not imported.
+
+    Importing the script would start a training. ImportError says that there is no script.
+    """
     scripts = (Path(folder) / SPEEDRUN for folder in sys.path)
     script = next((each for each in scripts if each.is_file()), None)
     if script is None:
@@ -242,7 +245,7 @@ def _speedrun_optimizer() -> Any:
 
 
 def _names(node: ast.stmt) -> set[str]:
-    """The names that a statement of a script defines."""
+    """Return the names that a statement of a script defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Assign):
@@ -251,7 +254,7 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 class _Speedrun:
-    """Its optimizer as this benchmark steps others."""
+    """The optimizer of modded-nanogpt, with the `step` and `state` of a contestant."""
 
     def __init__(self, banks: Sequence[Parameter], others: Sequence[Parameter]) -> None:
         table: dict[str, dict[str, Any]] = {}
@@ -283,7 +286,7 @@ class _Speedrun:
 
 
 def _in_bfloat16(originals: Sequence[list[Parameter]]) -> Copies:
-    """Copies with gradients in bfloat16, those of several as one bank."""
+    """Copy parameters and gradients in bfloat16; several originals become one bank."""
     found = []
     for alike in originals:
         values = [torch.stack([part.detach() for part in alike]).bfloat16()]
@@ -308,7 +311,10 @@ def _speedrun(parameters: Parameters) -> Entry:
 
 
 def _our_speedrun(parameters: Parameters) -> Entry:
-    """Ours on the same dtypes by the same rules: main weights as remainders of parameters."""
+    """Build samestep's optimizer for the dtypes and rules of `_speedrun`.
+
+    Main parameters are kept as remainders of the bfloat16 parameters.
+    """
     copies = _in_bfloat16([[parameter] for parameter in parameters.all])
     count = len(parameters.matrices)
     groups = [

@@ -1,1 +1,1 @@
-"""A small room that stress, estimate and bench share; none of the three imports another."""
+"""Code that stress, estimate and bench share; none of the three imports another."""

@@ -1,9 +1,8 @@
 """The least work of a step: FLOPs of orthogonalization, and bytes of updates.
 
-Products with every symmetric one at half price, in the cheaper of
-two forms (rows m <= cols n, 5 iterations): step by step, 15 m^2 n + 5 m^3, or on the Gram matrix
-with one restart, 6 m^2 n + 14 m^3. Bytes with fp32 parameters, gradients and state, each tensor
-touched once.
+FLOPs count 5 iterations on rows m <= cols n, with every symmetric product at half price, in the
+cheaper of two forms: step by step, 15 m^2 n + 5 m^3, or on the Gram matrix with one restart,
+6 m^2 n + 14 m^3. Bytes count fp32 parameters, gradients and state, each tensor touched once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ CLIP_BYTES = 4  # gradient in, once more
 
 
 class Rates(Protocol):
-    """The rates of a device, per second."""
+    """The rates of a device: FLOPs and bytes per second."""
 
     @property
     def flops(self) -> float: ...
@@ -27,18 +26,18 @@ class Rates(Protocol):
 
 
 class Floor(NamedTuple):
-    """The least work of a step."""
+    """The least work of a step: FLOPs, and bytes of memory traffic."""
 
     flops: float
     bytes: float
 
     def ms(self, rates: Rates) -> float:
-        """Milliseconds at the rates of a device: one after the other, they need different units."""
+        """Return the time of the products plus that of the memory traffic, in ms."""
         return 1e3 * (self.flops / rates.flops + self.bytes / rates.bytes)
 
 
 def least_flops(rows: int, cols: int) -> int:
-    """The least FLOPs of the orthogonalization of one block."""
+    """Return the least FLOPs that orthogonalize one block."""
     m, n = min(rows, cols), max(rows, cols)
     return min(15 * m * m * n + 5 * m**3, 6 * m * m * n + 14 * m**3)
 
@@ -46,7 +45,7 @@ def least_flops(rows: int, cols: int) -> int:
 def step_floor(
     matrices: Iterable[Sequence[int]], others: Iterable[Sequence[int]], *, clips: bool
 ) -> Floor:
-    """The floor of Muon on matrices (2-D, or 3-D stacks) and AdamW on the others."""
+    """Return the floor of Muon on `matrices` (2-D, or 3-D stacks) and AdamW on `others`."""
     flops = traffic = 0.0
     for shape in matrices:
         flops += prod(shape[:-2]) * least_flops(*shape[-2:])

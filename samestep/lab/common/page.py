@@ -1,4 +1,4 @@
-"""Pages of results: templates of a package, in the one style of all of them."""
+"""Templates of pages of results, which all share one style sheet."""
 
 from typing import Any
 
@@ -6,6 +6,6 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 
 def templates(package: str, **options: Any) -> Environment:
-    """The templates of a package, which may include `style.css` too."""
+    """Return the environment of a package's templates, which may include `style.css`."""
     loader = ChoiceLoader([PackageLoader(name, "") for name in (package, "samestep.lab.common")])
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **options)

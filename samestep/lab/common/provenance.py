@@ -1,4 +1,4 @@
-"""The code, the versions and the machine that a receipt is of."""
+"""The code, the versions and the machine that a receipt records."""
 
 import hashlib
 import os
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def code_digest(make_model: Callable[[], nn.Module] | None = None, folder: Path = PACKAGE) -> str:
-    """A digest of a package's files, and of a user's model as it begins."""
+    """Return a digest of a package's files, and of a user's model before training."""
     digest = _of_files(folder).copy()
     if make_model is not None:
         for name, param in make_model().named_parameters():
@@ -66,7 +66,7 @@ def _of_files(folder: Path) -> "hashlib._Hash":
 
 
 def commit(folder: Path = PACKAGE) -> str | None:
-    """The commit of the code, with a + if files were changed since; None: it is not git's."""
+    """Return the commit of the code, with a + if files were changed since; None outside of git."""
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # not just inside a repository
         changed = _git(folder, "status", "--porcelain", "--", ".")

@@ -1,1 +1,1 @@
-"""Somebody else's model, trained with its own optimizer and with ours."""
+"""Models of other projects, trained with their own optimizers and with samestep's."""

@@ -40,9 +40,9 @@ def run_client(
     options: ClientOptions,
     fastest: float | None = None,
 ) -> int:
-    """Train all, show and write; 1 if ours did not come through.
+    """Train all contestants and report; return 1 if one of samestep's ended early, else 0.
 
-    `fastest` is the most of the rival's time that our optimizer may take, where there is a bar.
+    `fastest` is the bar for our optimizer's time as a multiple of its rival's; None: no bar.
     """
     corpus = options.corpus()
     screen = Screen(progress_to=sys.stderr)
@@ -52,7 +52,7 @@ def run_client(
     seeds: Seeds = {}
 
     def keep(picture: bytes | None = None) -> list[str]:
-        """Write what there is: what ends the run leaves this."""
+        """Write the receipt so far, which a run that ends early leaves; return file names."""
         return leave(options.out, client.name, content | as_json(seeds, fastest), picture)
 
     for seed in options.seeds:
@@ -95,17 +95,17 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def of_contestants(seeds: Seeds) -> list[list[Training]]:
-    """All trainings of each contestant."""
+    """Return a list for each contestant, with its trainings from all seeds."""
     return [list(each) for each in zip(*seeds.values(), strict=True)]
 
 
 def final_losses(trainings: Sequence[Training]) -> list[float]:
-    """The trainings that came to their end."""
+    """Return the final losses of the trainings that came to their end."""
     return [each.final_loss for each in trainings if each.final_loss is not None]
 
 
 def verdicts(seeds: Seeds, fastest: float | None) -> list[Verdict]:
-    """Ours against its rival: is the loss as good, within what seeds do? And the time?"""
+    """Judge samestep's optimizers against their rivals by broken trainings, loss and time."""
     everybody = of_contestants(seeds)
     found = []
     for trainings in everybody:
@@ -137,7 +137,7 @@ def verdicts(seeds: Seeds, fastest: float | None) -> list[Verdict]:
 def _rival(
     contestant: Contestant, everybody: Sequence[list[Training]]
 ) -> Sequence[Training] | None:
-    """The trainings of whom it is compared with, if that takes part."""
+    """Return the trainings of a contestant's rival, or None if that takes no part."""
     return next((each for each in everybody if each[0].contestant.name == contestant.rival), None)
 
 
@@ -247,7 +247,7 @@ def _time_row(trainings: Sequence[Training], rival: Sequence[Training] | None) -
 
 
 def draw(name: str, seeds: Seeds) -> bytes | None:
-    """Loss curves, and times as bars: a PNG; None without matplotlib."""
+    """Draw loss curves, and times as bars; return a PNG, or None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
     from matplotlib.figure import Figure

@@ -1,11 +1,13 @@
 """One model trained by several optimizers at once, step by step in turns.
 
-All start from the same weights and see the same batches, and each has a model of its own. They take
-turns within every step, in an order that changes, so that all find the same machine.
+Each contestant has a model of its own; all start from the same weights and see the same batches.
+They take turns within every step, in an order that changes, so that the state of the machine is
+alike for all.
 
-Times are those of the wall clock, with the host. In every second step the device is awaited before
-and after `optimizer.step()`: that is the optimizer's time, and the host's until it returned. In the
-others nothing is awaited inside, as in a training: that is the time of an iteration.
+Times are wall-clock times and include the host. Every second step synchronizes the device before
+and after `optimizer.step()`, which gives the optimizer's time, and the host's until the call
+returns. The other steps synchronize only at their ends, as a training might, which gives the time
+of an iteration.
 """
 
 import copy
@@ -104,7 +106,7 @@ ClientT = TypeVar("ClientT", bound=ClientOptions)
 def read_client(
     kind: type[ClientT], contestants: Sequence[Contestant], words: Sequence[str], prog: str
 ) -> ClientT:
-    """Refuses values that cannot run, before anything is made."""
+    """Parse the options of a client; raise BadRequestError for values that cannot run."""
     options = read(kind, contestants, words, prog)
     at_least(1, options, "layers", "steps", "batch", "every")
     at_least(2, options, "sequence")
@@ -133,7 +135,7 @@ Schedule = Callable[[Any, int], None]  # sets what changes, in the optimizer's g
 
 
 class Client(NamedTuple):
-    """A model, and how its authors train it."""
+    """A client: its model, loss and schedule, as its authors train it."""
 
     name: str
     make_model: Callable[[int], nn.Module]  # from a seed
@@ -143,7 +145,7 @@ class Client(NamedTuple):
 
 
 class NotFinite(NamedTuple):
-    """The end of a training: its losses and times."""
+    """The step after which the loss or a parameter of a training was not finite."""
 
     step: int
     parameters: list[str]  # not finite after this step, in the model's order; none: the loss alone
@@ -151,7 +153,7 @@ class NotFinite(NamedTuple):
 
 @dataclass
 class Training:
-    """One contestant from one seed; `failed` says why it ended early."""
+    """The record of one contestant from one seed; `failed` is the error that ended it."""
 
     contestant: Contestant
     failed: str | None = None
@@ -169,7 +171,7 @@ class Training:
 
     @property
     def final_loss(self) -> float | None:
-        """The mean of the last losses, of a training that came to its end."""
+        """Return the mean of the last losses, or None if the training ended early."""
         if not self.running or len(self.losses) < self.steps:
             return None
         return statistics.mean(self.losses[-LAST:])
@@ -189,7 +191,7 @@ class Training:
 
 
 class Batches:
-    """Every batch of a seed by its number, on the device: inputs and targets, (batch, sequence)."""
+    """The batches of a seed: inputs and targets on the device, each (batch, sequence)."""
 
     def __init__(
         self, corpus: Corpus, options: ClientOptions, device: torch.device, seed: int
@@ -203,7 +205,7 @@ class Batches:
         return self._windows(self._corpus.train, starts)
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Validation batches, alike in every training: windows of text that no step sees."""
+        """Iterate over validation batches, which are alike in every training."""
         size, text = self._options.batch, self._corpus.validation
         starts = validation_starts(text, self._options.sequence, VALIDATION_BATCHES * size)
         return (self._windows(text, part) for part in torch.split(starts, size))
@@ -214,7 +216,7 @@ class Batches:
 
 
 class Entry(NamedTuple):
-    """The model of a contestant; `forward` is compiled where that was asked for."""
+    """A contestant's model and optimizer; `forward` is the model, compiled if asked for."""
 
     model: nn.Module
     forward: nn.Module
@@ -222,7 +224,7 @@ class Entry(NamedTuple):
 
 
 class Race:
-    """All contestants from one seed."""
+    """The trainings of all contestants from one seed, in turns."""
 
     def __init__(
         self,
@@ -242,7 +244,7 @@ class Race:
             self._guarded(training, lambda training: self._build(training, model))
 
     def run(self, report: Callable[[int], None]) -> list[Training]:
-        """Train all; `report` is told how many steps are done, now and then."""
+        """Train all, telling `report` the number of steps done at times; return the trainings."""
         with collection_off():
             for number in range(self._options.steps):
                 step = partial(self._step, number, self._batches.training(number))
@@ -264,7 +266,7 @@ class Race:
         return self.trainings
 
     def _guarded(self, training: Training, action: Callable[[Training], None]) -> None:
-        """One failure ends one training, not the run."""
+        """Run an action for one training; an error ends that training, not the run."""
         try:
             with kernels(training.contestant.kernels, self._device):
                 action(training)
@@ -310,7 +312,7 @@ class Race:
 
     @torch.no_grad()
     def _look(self, entry: Entry, number: int, loss: float) -> NotFinite | None:
-        """Is everything finite after this step?"""
+        """Return a NotFinite if the loss or a parameter is not finite after a step."""
         named = dict(entry.model.named_parameters())
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(named.values()))])
         finite = norms.isfinite().tolist()
@@ -327,7 +329,7 @@ class Race:
 
 @contextmanager
 def collection_off() -> Iterator[None]:
-    """No garbage collector inside, whose pauses would hit one contestant or another."""
+    """Disable garbage collection inside, whose pauses would hit single contestants."""
     gc.collect()
     on = gc.isenabled()
     gc.disable()
@@ -339,7 +341,7 @@ def collection_off() -> Iterator[None]:
 
 
 def median_of(trainings: Sequence[Training], which: str) -> Times | None:
-    """Over all counted steps of all seeds."""
+    """Return statistics of the times `which` over counted steps of all seeds, in ms."""
     values = [value for training in trainings for value in getattr(training, which)]
     return times_of(values) if values else None
 

@@ -1,1 +1,1 @@
-"""Parts that the benchmarks of a GPU share; all of them need torch alone."""
+"""Measurements, options and reports that the GPU benchmarks share; they need torch alone."""

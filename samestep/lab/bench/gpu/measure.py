@@ -29,14 +29,14 @@ V = TypeVar("V")
 
 
 class Turn(NamedTuple):
-    """One measurement, per call."""
+    """Milliseconds per call of one measurement, on the device and on the host."""
 
     ms: float  # until the device was done
     host_ms: float  # until the calls returned
 
 
 class Times(NamedTuple):
-    """Many measurements in milliseconds."""
+    """Statistics of many measurements, in milliseconds."""
 
     median: float
     low: float
@@ -45,7 +45,7 @@ class Times(NamedTuple):
 
 
 def take_turn(call: Callable[[], object], device: torch.device, calls: int = 1) -> Turn:
-    """Time some calls from an idle device on."""
+    """Time `calls` calls that begin on an idle device; return the milliseconds per call."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):
@@ -73,7 +73,10 @@ def times_of(values: Sequence[float]) -> Times:
 
 
 def in_turn(contestants: Sequence[T], round_number: int) -> list[T]:
-    """All of them in an order of this round: who comes next to a heavy one finds a slower clock."""
+    """Return the contestants in a random order that depends on the number of the round alone.
+
+    The order changes because a contestant that follows a heavy one finds a slower GPU clock.
+    """
     return random.Random(round_number).sample(contestants, len(contestants))
 
 
@@ -84,10 +87,11 @@ def in_rounds(
     warmup: int = 0,
     tell: Callable[[int], object] = lambda done: None,
 ) -> dict[K, list[V]]:
-    """Call all of them in every round, in an order of that round; give what each call gave.
+    """Call each function once per round, in an order of that round; return its results by key.
 
-    calls: Take the number of the round, which is below 0 in those that warm up and do not count.
-    tell: Hears after each round how many are done, warm-up included.
+    calls: Functions of the number of the round, which is below 0 in warm-up rounds. Results of
+        warm-up rounds are dropped.
+    tell: Called after each round with the number of rounds done, warm-up included.
     """
     found: dict[K, list[V]] = {key: [] for key in calls}
     for number in range(-warmup, rounds):
@@ -112,7 +116,7 @@ HOT = 2.0  # seconds of products without a pause
 
 
 class Ceilings(NamedTuple):
-    """Rates that nothing on this device is expected to exceed."""
+    """Measured peak rates of this device, which no step is expected to exceed."""
 
     flops: float  # per second, of a 16-bit product (32-bit on a CPU) of random values
     bytes: float  # per second, read and written by a copy
@@ -120,7 +124,7 @@ class Ceilings(NamedTuple):
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """A product of 8192^3 and a copy of 4 GiB; small ones on a CPU."""
+    """Measure a product of 8192^3 and a copy of 4 GiB; on a CPU, smaller ones."""
     on_gpu = device.type == "cuda"
     size, elements = (8192, 1 << 30) if on_gpu else (256, 1 << 20)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -156,7 +160,7 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def kernels(on: bool, device: torch.device) -> Iterator[None]:
-    """Inside, kernels run as shipped, or not at all."""
+    """Run the block with samestep's kernels as shipped, or with all of them switched off."""
     if on:
         yield
         return
@@ -169,14 +173,14 @@ def kernels(on: bool, device: torch.device) -> Iterator[None]:
 
 
 def _decide_again(device: torch.device) -> None:
-    """Forget what was decided, and decide now: not while somebody measures."""
+    """Decide anew which kernels this device can use, now and not inside a timed turn."""
     choice.missing.cache_clear()
     choice.missing_products.cache_clear()
     choice.missing_products(device)
 
 
 def reason(error: BaseException) -> str:
-    """The reason why a contestant is out, in one line."""
+    """Return the reason why a contestant is out, in one line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()[:200]}" if lines else type(error).__name__
 
@@ -193,14 +197,14 @@ Table = Sequence[Sequence[float]]  # (a, b, c) for each iteration
 
 
 class Reference(NamedTuple):
-    """The polynomial that a contestant says it computes."""
+    """The polynomial that a contestant claims to compute."""
 
     table: Table
     norm_factor: float = 1.0
 
 
 class Accuracy(NamedTuple):
-    """The distance of a result's singular values from 1."""
+    """Measures of a result's distance from orthogonality and from its polynomial."""
 
     low: float  # smallest singular value
     high: float  # largest
@@ -213,7 +217,7 @@ def our_reference(method: str = "polar-express") -> Reference:
 
 
 def power_law(rows: int, cols: int, device: torch.device) -> Tensor:
-    """A matrix with singular values 1, 1/2, 1/3, ... and the norm of a Gaussian one."""
+    """Return a matrix of singular values ~ 1, 1/2, 1/3, ... with the norm of a Gaussian one."""
     count = min(rows, cols)
     left, _ = torch.linalg.qr(torch.randn(rows, count, device=device))
     right, _ = torch.linalg.qr(torch.randn(cols, count, device=device))
@@ -228,7 +232,7 @@ def _gaussian(rows: int, cols: int, device: torch.device) -> Tensor:
 
 
 def _low_rank(rows: int, cols: int, device: torch.device) -> Tensor:
-    """An eighth of the rank has all but 1% of the size."""
+    """Return a matrix of an eighth of the full rank, plus noise of 1% of its size."""
     rank = max(1, min(rows, cols) // 8)
     left, right = torch.randn(rows, rank, device=device), torch.randn(rank, cols, device=device)
     noise = 0.01 * torch.randn(rows, cols, device=device)
@@ -237,7 +241,7 @@ def _low_rank(rows: int, cols: int, device: torch.device) -> Tensor:
 
 
 def _uneven(rows: int, cols: int, device: torch.device) -> Tensor:
-    """Rows of sizes from 1 to 1/100."""
+    """Return a Gaussian matrix whose rows are scaled by factors from 1 to 1/100."""
     sizes = torch.logspace(0, -2, rows, device=device)[:, None]
     return torch.randn(rows, cols, device=device) * sizes
 
@@ -248,7 +252,7 @@ SPECTRA: Mapping[str, Callable[[int, int, torch.device], Tensor]] = {
 
 
 def polar_factor(X: Tensor) -> Tensor:
-    """U V^T of X = U S V^T, in float64."""
+    """Return the polar factor U V^T of X = U S V^T, in float64."""
     X = X.double()
     tall = X.shape[0] > X.shape[1]
     X = X.mT if tall else X
@@ -260,14 +264,14 @@ def polar_factor(X: Tensor) -> Tensor:
 
 
 def distance_to(exact: Tensor, result: Tensor) -> float:
-    """The relative distance of the best multiple of a result."""
+    """Return the distance of `result` from the nearest multiple of `exact`, relative to it."""
     D = result.double()
     fit = (D * exact).sum() / exact.square().sum()
     return float((D / fit - exact).norm() / exact.norm())
 
 
 def polynomial(X: Tensor, reference: Reference) -> Tensor:
-    """The polynomial of a matrix scaled to unit norm, in float64."""
+    """Return the reference polynomial of X / (norm of X * `norm_factor`), in float64."""
     X = X.double()
     tall = X.shape[0] > X.shape[1]
     X = X.mT if tall else X
@@ -279,10 +283,11 @@ def polynomial(X: Tensor, reference: Reference) -> Tensor:
 
 
 def accuracy_of(result: Tensor, exact: Tensor | None, *, scaled: bool = False) -> Accuracy:
-    """Look at one matrix.
+    """Measure the singular values of a result, and its distance from `exact` if that is given.
 
-    `scaled`: it is a multiple of what was computed, as an update is; then singular values are
-    told relative to their root mean square, and the distance is that of the best multiple.
+    `scaled`: the result is a multiple of an orthogonalized matrix, as an update is. Singular values
+    are then relative to their root mean square, and the distance is from the nearest multiple of
+    `exact`.
     """
     D = result.double()
     squares = torch.linalg.eigvalsh(D @ D.mT if D.shape[0] <= D.shape[1] else D.mT @ D)
@@ -303,7 +308,7 @@ def accuracy_of(result: Tensor, exact: Tensor | None, *, scaled: bool = False) -
 
 @dataclass
 class Shown:
-    """The results of one contestant; `failed` says why there is nothing, or no more."""
+    """The results of one contestant; `failed` says why it dropped out, if it did."""
 
     contestant: Contestant
     failed: str | None = None
@@ -316,7 +321,7 @@ class Shown:
 
     @property
     def ms(self) -> float | None:
-        """The median, of those that came through."""
+        """Return the median time in ms; None if the contestant failed or was not timed."""
         return self.times.median if self.times is not None and self.failed is None else None
 
     def as_json(self) -> dict[str, Any]:
@@ -347,17 +352,17 @@ class Contest(Generic[ShownT]):
         self._exact: dict[tuple[str, int], Tensor] = {}
 
     def _prepare(self, result: ShownT, warmup: int) -> None:
-        """Build and warm up."""
+        """Build and warm up one contestant."""
         raise NotImplementedError
 
     def _turn(self, result: ShownT) -> Turn:
         raise NotImplementedError
 
     def _say(self, result: ShownT) -> None:
-        """The result of a contestant that is prepared, or failed."""
+        """Report that a contestant is prepared, or has failed; nothing by default."""
 
     def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[ShownT]:
-        """Prepare one after the other, then measure in turns."""
+        """Prepare all contestants, time them in turns, and return a result for each."""
         results = [self.shown(contestant) for contestant in contestants]
         for result in results:
             self._guarded(result, lambda result: self._prepare(result, warmup))
@@ -378,7 +383,7 @@ class Contest(Generic[ShownT]):
         result.host_turns.append(turn.host_ms)
 
     def _guarded(self, result: ShownT, action: Callable[[ShownT], None]) -> None:
-        """One failure ends one contestant, not the run."""
+        """Run an action for one contestant; an error ends that contestant, not the run."""
         try:
             with kernels(result.contestant.kernels, self._device):
                 action(result)
@@ -390,7 +395,7 @@ class Contest(Generic[ShownT]):
             give_back_memory(self._device)
 
     def _exact_for(self, reference: Reference | None, number: int, matrix: Tensor) -> Tensor | None:
-        """The exact polynomial of a matrix of this number; several contestants share one."""
+        """Return a matrix's exact polynomial, cached by `number`; None without a reference."""
         if reference is None:
             return None
         key = (str(reference), number)

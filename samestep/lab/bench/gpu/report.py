@@ -24,7 +24,7 @@ WIDTH = 160  # of output that is no terminal: tables must not be folded
 
 
 class Screen:
-    """Says things at once, so that a log shows how far a run is."""
+    """Output that is flushed at once, so that a log shows the progress of a run."""
 
     def __init__(self, progress_to: TextIO | None = None) -> None:
         self._begin = time.perf_counter()
@@ -40,7 +40,7 @@ class Screen:
         self.say(f"Wrote {' and '.join(files)} to {folder}.")
 
     def progress(self, text: str) -> None:
-        """One line with the seconds since the start."""
+        """Write one line that begins with the seconds since the start."""
         stream = self._progress_to or sys.stdout
         stream.write(f"[{time.perf_counter() - self._begin:6.1f} s] {text}\n")
         stream.flush()
@@ -48,7 +48,7 @@ class Screen:
     def table(
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
     ) -> None:
-        """The first columns are texts, the others numbers."""
+        """Print a table; its first `texts` columns are aligned as texts, the others as numbers."""
         if find_spec("rich") is None:
             self.say("\n" + plain_table(title, columns, rows, texts))
             return
@@ -85,7 +85,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def accuracy_cells(told: Mapping[str, Any]) -> list[str]:
-    """Singular values and distance of each probe, from what the receipt has of a contestant."""
+    """Return table cells with each probe's singular values and distance, from a receipt."""
     cells = []
     for probe in (told["gaussian"], told["power_law"]):
         distance = probe["distance"]
@@ -119,7 +119,7 @@ class Verdict(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Contestants side by side, those that came through."""
+    """One chart: a bar for each contestant that came through, and a line at the floor."""
 
     title: str
     results: Sequence[Shown]
@@ -127,7 +127,7 @@ class Panel(NamedTuple):
 
 
 def draw(title: str, panels: Sequence[Panel]) -> bytes | None:
-    """A PNG; None without matplotlib."""
+    """Draw the panels; return a PNG, or None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
     from matplotlib.figure import Figure
@@ -186,7 +186,7 @@ def heading(
 def begin(
     kind: str, options: SharedOptions, screen: Screen
 ) -> tuple[torch.device, Ceilings, dict[str, Any]]:
-    """The device that was asked for, what it reaches, and how the receipt begins."""
+    """Prepare a run; return its device, the device's ceilings, and the head of the receipt."""
     check_folder(options.out)
     make_importable(options.peer_path)
     device = device_of(options.device)
@@ -216,7 +216,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def leave(folder: Path, name: str, content: dict[str, Any], picture: bytes | None) -> list[str]:
-    """Write the files; their names."""
+    """Write the receipt and the picture to a folder; return the names of the files."""
     files = {f"{name}.json": json_file(content)}
     if picture is not None:
         files[f"{name}.png"] = picture

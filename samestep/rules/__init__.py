@@ -1,4 +1,4 @@
-"""The math: update rules behind one small protocol. Nothing here knows of ranks."""
+"""Update rules (the math) behind one small protocol; no module here knows of ranks."""
 
 from samestep.rules.adamuon import AdaMuonRule
 from samestep.rules.adamw import AdamWRule
@@ -18,7 +18,7 @@ RULES: dict[str, Rule] = {rule.name: rule for rule in (MuonRule(), AdamWRule(), 
 
 
 def register_rule(rule: Rule) -> None:
-    """Make a rule of your own available to groups as `"rule": rule.name`."""
+    """Register a rule of your own, so that groups can ask for it by `"rule": rule.name`."""
     if rule.kind not in ("elementwise", "matrix"):
         raise ValueError(
             f"rule {rule.name!r} has kind {rule.kind!r}; it must be 'elementwise' or 'matrix'"

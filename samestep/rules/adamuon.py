@@ -60,18 +60,18 @@ class AdaMuonRule(MuonRule):
         super().check({**{key: MuonRule.defaults[key] for key in NOT_HERE}, **options})
 
     def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:
-        """Momentum of the block's shape, and a second moment for each element, in a row."""
+        """Return the shapes of momentum (the block's) and second moment (1-D, per element)."""
         return {"momentum_buffer": shape, "second_moment": (math.prod(shape),)}
 
     def largest_norm(self, shape: Shape, options: Options) -> float:
-        """The norm of a renormalized block; elements that others do not bound have no limit."""
+        """Return the norm of a renormalized block; without `renormalize` there is no bound."""
         rows, cols = shape[0], math.prod(shape[1:])
         return 1.01 * math.sqrt(min(rows, cols)) if options["renormalize"] else math.inf
 
     def transform_stack(
         self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """Orthogonalization, the second moment and the norm. (B, rows, cols)."""
+        """Orthogonalize blocks (B, rows, cols), apply the second moment, and set their norm."""
         direction = orthogonalized(prepared.sign() if options["sign"] else prepared, options)
         beta2 = number(scalars["variance_beta2"], direction)
         square = direction.square()

@@ -97,24 +97,24 @@ class AdamWRule:
         }
 
     def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:
-        """Two moments of the parameter's shape (three with amsgrad), and a step count."""
+        """Return the shapes of two moments (three with amsgrad) and of a step count."""
         shapes = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
         return {**shapes, "max_exp_avg_sq": shape} if options["amsgrad"] else shapes
 
     def update(
         self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Update:
-        """One AdamW step on tensors of any shape."""
+        """Compute one AdamW step on tensors of any shape."""
         return _step(param, grad, state, scalars, options, in_place=False)
 
     def update_(
         self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> None:
-        """The update, written into `param` and `state`."""
+        """Write the AdamW update into `param` and `state`."""
         _step(param, grad, state, scalars, options, in_place=True)
 
     def runs_together(self, options: Options) -> bool:
-        """Whether all parameters of a group go in one call: that of torch's fused kernel."""
+        """Whether one call of torch's fused kernel can update all parameters of a group."""
         return bool(options["fused"])
 
     def update_all_(
@@ -125,7 +125,7 @@ class AdamWRule:
         scalars: Tensors,
         options: Options,
     ) -> None:
-        """One AdamW step on many tensors."""
+        """Take one AdamW step on many tensors in place."""
         for state in states:
             state["step"].add_(1)
         numbers = {key: value.item() for key, value in scalars.items()}

@@ -63,19 +63,19 @@ ROUNDOFF = {
 
 
 class Basin(NamedTuple):
-    """The basin of a table of K steps: K + 1 numbers each, from before the first step on."""
+    """The basin of a table of K steps; each field has K + 1 numbers, the first before any step."""
 
     largest: tuple[float, ...]
     edge: tuple[float, ...]
 
     @property
     def margin(self) -> tuple[float, ...]:
-        """The room for rounding above the largest singular value."""
+        """Return the room for rounding above the largest singular value, per number of steps."""
         return tuple(e - s for e, s in zip(self.edge, self.largest, strict=True))
 
 
 class RoundingNoise(NamedTuple):
-    """The error of rounding in a segment: its three parts, and their sum."""
+    """The error of rounding in a segment of steps, in three parts."""
 
     factor: float  # of the polynomial that is applied
     gram: float  # of Gram matrices
@@ -83,13 +83,13 @@ class RoundingNoise(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Their square sum's root: independent of each other."""
+        """Return the root of the sum of squares of the parts, which are independent."""
         return math.hypot(*self)
 
 
 @lru_cache(maxsize=256)
 def basin_of(table: Table, norm_factor: float = 1.0) -> Basin:
-    """The largest singular values of exact steps, and the edges beyond which they escape."""
+    """Return the largest singular values of exact steps, and the edges beyond which they escape."""
     largest = [1 / norm_factor]
     for triple in table:
         largest.append(_largest(triple, largest[-1]))
@@ -102,23 +102,26 @@ def basin_of(table: Table, norm_factor: float = 1.0) -> Basin:
 def noise_of(
     table: Table, start: int, stop: int, dtype: torch.dtype, *, few_rows: bool, largest: float
 ) -> RoundingNoise:
-    """The error of steps start .. stop on one Gram matrix, on singular values up to `largest`."""
+    """Return the rounding error of steps start .. stop - 1 on one Gram matrix.
+
+    Singular values before the first of these steps are at most `largest`.
+    """
     return _noise(table[start:stop], ROUNDOFF[dtype], few_rows, largest)
 
 
 def growth(table: Table, start: int, stop: int, largest: float) -> float:
-    """The growth of noise u of a Gram matrix in directions where there is nothing, relative to 1.
+    """Return by how much noise of a Gram matrix grows where the block has no singular value.
 
-    |A| a_k^2 for all steps but the last, whose Gram matrix is not computed.
+    The factor is |A| times a_k^2 for all steps but the last, whose Gram matrix is not computed.
     """
     return math.prod((a * a for a, _, _ in table[start : stop - 1]), start=largest * largest)
 
 
 def constant_for_compilers(function: F) -> F:
-    """A compiler runs it once and takes its result for a constant.
+    """Mark a function as one that compilers run once, taking its result for a constant.
 
-    As `torch.compiler.assume_constant_result`, which would import all of torch._dynamo: as long
-    again as torch itself, where most never compile.
+    `torch.compiler.assume_constant_result` does the same, but imports all of torch._dynamo, which
+    takes as long as importing torch itself, and most users never compile.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -128,17 +131,17 @@ def constant_for_compilers(function: F) -> F:
 def gram_segments(
     table: Sequence[Coefficients], dtype: torch.dtype, rows: int
 ) -> tuple[tuple[int, int], ...]:
-    """Ranges of steps that share one Gram matrix: the fewest that the margins allow.
+    """Return the ranges of steps that share one Gram matrix: the fewest that the margins allow.
 
-    `rows` of the short side: only whether they are more than `FEW_ROWS` counts. Of equally many
-    segments those are taken whose largest share of a margin is smallest. Norm factors make a
+    `rows` counts the short side: all that matters is whether it is above `FEW_ROWS`. Among equally
+    many segments, those whose largest share of a margin is smallest are taken. Norm factors make a
     margin wider or leave it, so that they need not be known.
     """
     return _segments(as_table(table), dtype, rows <= FEW_ROWS)
 
 
 def as_table(table: Sequence[Coefficients]) -> Table:
-    """A table as caches can take it: tuples of floats."""
+    """Return a table of coefficients as tuples of floats, which caches can hash."""
     return tuple((float(a), float(b), float(c)) for a, b, c in table)
 
 
@@ -165,7 +168,7 @@ def _segments(table: Table, dtype: torch.dtype, few_rows: bool) -> tuple[tuple[i
 
 @lru_cache(maxsize=256)
 def unsafe_step(table: Table, norm_factor: float, dtype: torch.dtype) -> str | None:
-    """The reason why a table cannot run in a dtype even with every step alone, or None."""
+    """Return the reason why a table cannot run in a dtype even with every step alone, or None."""
     basin, u = basin_of(table, norm_factor), ROUNDOFF[dtype]
     final = basin.largest[-1]
     if not final <= LARGEST_RESULT:
@@ -196,7 +199,7 @@ def _value(triple: Coefficients, s: float) -> float:
 
 
 def _extrema(triple: Coefficients) -> list[float]:
-    """The turning points of the quintic for s > 0: a + 3 b x + 5 c x^2 = 0 with x = s^2."""
+    """Return the turning points of the quintic for s > 0: a + 3 b x + 5 c x^2 = 0 with x = s^2."""
     a, b, c = triple
     if c == 0:
         squares = [] if b == 0 else [-a / (3 * b)]
@@ -207,12 +210,12 @@ def _extrema(triple: Coefficients) -> list[float]:
 
 
 def _largest(triple: Coefficients, limit: float) -> float:
-    """The largest |p(s)| on [0, limit]."""
+    """Return the largest |p(s)| on [0, limit]."""
     return max(_value(triple, s) for s in (limit, *(s for s in _extrema(triple) if s < limit)))
 
 
 def _first_beyond(triple: Coefficients, limit: float) -> float:
-    """The first s > 0 from which on |p(s)| is above the limit, by bisection; at most `FAR`."""
+    """Return the first s > 0 from which |p(s)| is above the limit, by bisection; at most `FAR`."""
     low = 0.0
     for high in (*_extrema(triple), FAR):
         if _value(triple, high) > limit:
@@ -225,7 +228,7 @@ def _first_beyond(triple: Coefficients, limit: float) -> float:
 
 
 def _largest_factor(triple: Coefficients, limit: float) -> float:
-    """The largest |p(s) / s| on [0, limit]: of a + b x + c x^2, at an end or at its vertex."""
+    """Return the largest |p(s) / s|, a + b x + c x^2, on [0, limit]: at an end or at its vertex."""
     a, b, c = triple
     places = [0.0, limit * limit]
     if c and 0 < -b / (2 * c) < places[1]:
@@ -254,7 +257,7 @@ def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> RoundingNo
 
 
 def _lift(steps: Table, largest: float, error: float) -> float:
-    """The growth of s |q(x)| for s up to `largest` if x is s^2 - error or s^2 + error."""
+    """Return how far s |q(x)|, s up to `largest`, rises if x is s^2 - error or s^2 + error."""
     exact = lifted = 0.0
     for place in range(POINTS):
         s = largest * 10 ** (-4 * place / POINTS)
@@ -266,7 +269,7 @@ def _lift(steps: Table, largest: float, error: float) -> float:
 
 
 def _result(steps: Table, s: float, x: float) -> float:
-    """|s q(x)| of a singular value s whose square the Gram matrix has as x."""
+    """Return |s q(x)| of a singular value s for which the Gram matrix has the eigenvalue x."""
     for a, b, c in steps:
         factor = a + x * (b + x * c)
         s *= factor

@@ -28,7 +28,7 @@ def every(taken: Mapping[str, Check], options: Mapping[str, Any]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: short, and of a tensor what it is where nobody can read it."""
+    """Return a value as short text for a message; a tensor on a device is described, not read."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
         return f"a tensor of shape {tuple(value.shape)} on {value.device}"
     if isinstance(value, list | tuple) and len(value) > 9:
@@ -38,7 +38,7 @@ def shown(value: Any) -> str:
 
 
 def optional(check: Check) -> Check:
-    """None, or what another check takes."""
+    """Return a check that takes None, and else whatever another check takes."""
 
     def checked(name: str, value: Any) -> None:
         if value is not None:
@@ -48,7 +48,7 @@ def optional(check: Check) -> Check:
 
 
 def _number(name: str, value: Any) -> float:
-    """`value` as a float; a tensor is read only when that needs no wait for a device."""
+    """Return `value` as a float; a tensor is read only when that needs no wait for a device."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -78,12 +78,12 @@ def _is_sequence(value: Any) -> bool:
 
 
 def learning_rate(name: str, value: Any) -> None:
-    """A finite number that is not negative, or a one-element tensor."""
+    """Check for a finite number that is not negative, or a one-element tensor."""
     not_negative(name, value, called="learning rate")
 
 
 def not_negative(name: str, value: Any, called: str | None = None) -> None:
-    """A finite number that is not negative."""
+    """Check for a finite number that is not negative."""
     number = _number(name, value)
     if not (math.isfinite(number) and number >= 0):
         what = called or f"{name} value"
@@ -92,33 +92,33 @@ def not_negative(name: str, value: Any, called: str | None = None) -> None:
 
 
 def positive(name: str, value: Any) -> None:
-    """A finite number above 0."""
+    """Check for a finite number above 0."""
     number = _number(name, value)
     if not (math.isfinite(number) and number > 0):
         raise ValueError(f"Invalid {name} value: {shown(value)}; give a finite number > 0")
 
 
 def at_least_one(name: str, value: Any) -> None:
-    """A finite number from 1 on."""
+    """Check for a finite number from 1 on."""
     number = _number(name, value)
     if not (math.isfinite(number) and number >= 1):
         raise ValueError(f"Invalid {name} value: {shown(value)}; give a finite number >= 1")
 
 
 def limit(name: str, value: Any) -> None:
-    """A number that is not negative, or infinity."""
+    """Check for a number that is not negative, or infinity."""
     if not _number(name, value) >= 0:
         raise ValueError(f"Invalid {name} value: {shown(value)}; give a number >= 0, or math.inf")
 
 
 def fraction(name: str, value: Any) -> None:
-    """A number in [0, 1)."""
+    """Check for a number in [0, 1)."""
     if not 0 <= _number(name, value) < 1:
         raise ValueError(f"Invalid {name} value: {shown(value)}; give a number in [0, 1)")
 
 
 def betas(name: str, value: Any) -> None:
-    """Two numbers in [0, 1), both floats or both tensors."""
+    """Check for two numbers in [0, 1), both floats or both tensors."""
     if not _is_sequence(value) or len(value) != 2:
         raise TypeError(f"{name} must be two numbers, got {shown(value)}")
     if isinstance(value[0], Tensor) != isinstance(value[1], Tensor):
@@ -132,24 +132,24 @@ def betas(name: str, value: Any) -> None:
 
 
 def boolean(name: str, value: Any, others: str = "") -> None:
-    """True or False, nothing that merely looks like it."""
+    """Check for True or False; nothing that merely equals them passes."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False{others}, got {shown(value)}")
 
 
 def boolean_or_none(name: str, value: Any) -> None:
-    """True, False or None."""
+    """Check for True, False or None."""
     if value is not None:
         boolean(name, value, " or None")
 
 
 def is_one_of(value: Any, allowed: Collection[Any]) -> bool:
-    """Whether it is one of the allowed values, whatever a comparison with it would be."""
+    """Whether a value is one of the allowed ones, whatever type a comparison of it returns."""
     return any(isinstance(value, type(each)) and bool(value == each) for each in allowed)
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any], others: str = "") -> None:
-    """One of the allowed values; `others` are said beside them, and checked elsewhere."""
+    """Check for one of the allowed values; messages add `others`, which the caller checks."""
     if not is_one_of(value, allowed):
         raise ValueError(
             f"{name} {shown(value)} is not supported; choose one of {list(allowed)}{others}"
@@ -157,25 +157,25 @@ def one_of(name: str, value: Any, allowed: Collection[Any], others: str = "") ->
 
 
 def word(name: str, value: Any) -> None:
-    """A text."""
+    """Check for a str."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {shown(value)} of type {_type(value)}")
 
 
 def words(name: str, value: Any) -> None:
-    """Texts in a list."""
+    """Check for a list of str."""
     if not _is_sequence(value) or not all(isinstance(item, str) for item in value):
         raise TypeError(f"{name} must be a list of str, got {shown(value)} of type {_type(value)}")
 
 
 def steps(name: str, value: Any) -> None:
-    """None, or a whole number from 1 to 99."""
+    """Check for None, or a whole number from 1 to 99."""
     if value is not None:
         count(name, value, most=99)
 
 
 def count(name: str, value: Any, most: int | None = None) -> None:
-    """A whole number from 1 on."""
+    """Check for a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {shown(value)}")
     if value < 1 or (most is not None and value > most):
@@ -184,7 +184,7 @@ def count(name: str, value: Any, most: int | None = None) -> None:
 
 
 def coefficients(name: str, value: Any) -> None:
-    """None, three numbers, or a list of triples."""
+    """Check for None, three numbers, or a list of triples."""
     if value is None:
         return
 
@@ -203,7 +203,10 @@ def coefficients(name: str, value: Any) -> None:
 
 
 def split_sizes(name: str, value: Any) -> None:
-    """None, numbers, a word, or one of these by name pattern; blocks tell whether they fit."""
+    """Check for None, row counts, a word, or a mapping of name patterns to these.
+
+    Whether the rows fit a weight is checked when blocks are made.
+    """
     if isinstance(value, Mapping):
         for pattern, sizes in value.items():
             word(f"a pattern of {name}", pattern)
@@ -221,9 +224,9 @@ def split_sizes(name: str, value: Any) -> None:
 def table(
     name: str, steps: Sequence[Coefficients], norm_factor: float, dtype: torch.dtype | None
 ) -> None:
-    """A table whose singular values stay where they converge, also when rounded to `dtype`.
+    """Check that a table keeps singular values where they converge, also rounded to `dtype`.
 
-    None: the narrowest that will do is chosen later, at most 32 bits.
+    With the dtype None the narrowest that will do is chosen later, at most 32 bits.
     """
     chosen = dtype or torch.float32
     reason = unsafe_step(as_table(steps), norm_factor, chosen)
@@ -237,7 +240,7 @@ def table(
 
 
 def state_dtypes(name: str, value: Any) -> None:
-    """None, or how moments and master copies are kept: {"exp_avg": torch.bfloat16, ...}.
+    """Check for None, or a mapping of state names to dtypes: {"exp_avg": torch.bfloat16, ...}.
 
     A word instead of a dtype is a format of `rules.stored`; one word alone is for all moments.
     Master copies have 32 bits or more: a step takes an element of the parameter that is not its
@@ -290,7 +293,7 @@ def state_dtypes(name: str, value: Any) -> None:
 
 
 def compute_dtype(name: str, value: Any) -> None:
-    """None or a dtype that matrix products can run in."""
+    """Check for None, or a dtype in which matrix products can run."""
     allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     if value is not None and not is_one_of(value, allowed):
         raise TypeError(f"{name} must be None or one of {list(allowed)}, got {shown(value)}")

@@ -1,7 +1,7 @@
-"""State from one way of keeping it to another: when it is loaded, looked at and set.
+"""Converts state from one storage format to another: when it is loaded, looked at and set.
 
-What was in 8 bits becomes what its codes stand for, and what goes into 8 or 16 bits is rounded to
-the nearest. In the format that it has, state passes as it is, to the bit.
+State in 8 bits is decoded to the values of its codes, and state that goes into 8 or 16 bits is
+rounded to the nearest. State that keeps its format passes unchanged, to the bit.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from samestep.rules.stored import (
 
 
 def is_scale(key: str, state: Mapping[str, object]) -> bool:
-    """Whether a tensor has the scales of another."""
+    """Whether a state tensor holds the scales of another one, which is in 8 bits."""
     return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in state
 
 
 def value_of(key: str, state: Mapping[str, Tensor]) -> Tensor:
-    """A moment's values: decoded if it is in 8 bits, else as it is kept."""
+    """Return the values of a moment: decoded if it is in 8 bits, else as they are stored."""
     scale = state.get(key + SCALE_SUFFIX)
     return state[key] if scale is None else decode(state[key], scale)
 
 
 def encoded(key: str, value: Tensor, per: int) -> State:
-    """A moment in 8 bits, to the nearest: codes and scales."""
+    """Encode a moment in 8 bits, rounded to the nearest; return its codes and scales by key."""
     codes, scale = encode(value, per, signed=is_signed(key))
     return {key: codes, key + SCALE_SUFFIX: scale}
 
@@ -44,10 +44,10 @@ def encoded(key: str, value: Tensor, per: int) -> State:
 def as_stored(
     entry: Mapping[str, Tensor], stored: StoredTensors, shapes: Mapping[str, Shape]
 ) -> State:
-    """The saved state of a parameter in the formats that are wanted; master copies as they are.
+    """Return the saved state of a parameter in the formats that `stored` asks for.
 
-    A count of steps that only rounding needs starts at 0 where there was none. What belongs to no
-    format passes, for whoever checks keys and shapes.
+    Master copies pass unchanged. A count of steps that only rounding needs starts at 0 where there
+    was none. Keys without a format pass: the caller checks keys and shapes.
     """
     found: State = {}
     for key, tensor in entry.items():
@@ -71,10 +71,10 @@ def as_stored(
 
 
 def was_of_parameter(shape: Shape, wanted: Shape) -> bool:
-    """Whether state of whole blocks was kept in the parameter's shape, as by earlier versions.
+    """Whether state of whole blocks was saved in the parameter's shape, as earlier versions did.
 
-    They did where it has as many numbers, such as the variance of n x 1 matrices: the same ones, in
-    the same order.
+    Earlier versions did so where state and parameter have equally many numbers, such as the
+    variance of n x 1 matrices. The numbers and their order are the same.
     """
     return len(shape) > 1 and wanted == (prod(shape),)
 
@@ -86,22 +86,24 @@ def _has_blocks(entry: Mapping[str, Tensor], key: str, per: int) -> bool:
 
 
 def is_rounded(param: Tensor, master: Tensor) -> Tensor:
-    """A mask of where a parameter still is its rounded main parameter, of the same shape.
+    """Return a mask, true where a parameter still is its rounded main parameter.
 
-    Elsewhere somebody has edited or loaded it since, and it counts instead of the copy.
+    The mask has the parameter's shape. Where it is false, the parameter was edited or loaded since,
+    and its value counts instead of the main parameter's.
     """
     return master.to(param.dtype) == param
 
 
 def present_master(param: Tensor, master: Tensor) -> Tensor:
-    """A master copy as it is, but for elements that were edited: these have the parameter's."""
+    """Return the main parameter, with the parameter's own values where elements were edited."""
     return torch.where(is_rounded(param, master), master, param.to(master.dtype))
 
 
 def saved_value(weight: Tensor, master: Tensor) -> Tensor:
-    """That mask for a checkpoint, whose main parameter may have been saved without looking.
+    """Return the values to save for a parameter: its main parameter, but for edited elements.
 
-    Beside remainders weights are rounded away from halfway, and such a copy is theirs as well.
+    A bfloat16 weight that is kept with a remainder is rounded away from zero at halfway; a main
+    parameter that rounds to the weight in that way counts as unedited, too.
     """
     value = present_master(weight, master)
     if weight.dtype != torch.bfloat16:
@@ -110,10 +112,10 @@ def saved_value(weight: Tensor, master: Tensor) -> Tensor:
 
 
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
-    """The remainder of a main parameter; zero where the parameter is no longer its rounding.
+    """Return the remainder of a main parameter; 0 where the parameter is no longer its rounding.
 
-    A parameter that was rounded to even from halfway gets what is nearest to that: the remainder
-    of one rounded away from zero cannot say halfway.
+    Remainders belong to rounding away from zero, so none can say that the parameter was rounded
+    from halfway to even towards zero: there the remainder nearest to halfway is returned.
     """
     master = master.float()
     rounded, rest = split_remainder(master)
@@ -122,12 +124,12 @@ def remainder_of(param: Tensor, master: Tensor) -> Tensor:
 
 
 def other_master(key: str) -> str | None:
-    """The key of the other form of a master copy; None: it is none."""
+    """Return the key of the other form of a master copy; None for keys of other state."""
     return {MASTER: REMAINDER_KEY, REMAINDER_KEY: MASTER}.get(key)
 
 
 def from_other_master(key: str, param: Tensor, other: Tensor) -> Tensor:
-    """A master copy as `key` has it, from the parameter and the other form."""
+    """Return the master copy in the form of `key`, from the parameter and the other form."""
     if key == REMAINDER_KEY:
         return remainder_of(param, other.reshape(param.shape))
     return join_remainder(param, other)

@@ -24,7 +24,7 @@ CHUNK = 1 << 18  # terms at once on CPU, that stay in a cache
 
 
 def digits_of(terms: Tensor) -> Tensor:
-    """The sum of each row of terms (B, n), as whole numbers (B, WIDTH), int64."""
+    """Return the sum of each row of terms (B, n) as digits: whole numbers (B, WIDTH), int64."""
     if terms.numel() == 0:
         return nothing(terms.shape[0], terms.device)
     step = terms.shape[1]
@@ -46,16 +46,16 @@ def digits_of(terms: Tensor) -> Tensor:
 
 
 def nothing(rows: int, device: torch.device) -> Tensor:
-    """The sums of so many rows without terms."""
+    """Return the digits of `rows` sums that have no terms, (rows, WIDTH)."""
     found = torch.zeros(rows, WIDTH, dtype=torch.int64, device=device)
     found[:, 0] = LOWEST
     return found
 
 
 def total_of(parts: Tensor) -> Tensor:
-    """The sums of rows, (B,) float64, from the digits of their parts, (P, B, WIDTH).
+    """Return the sums of rows, (B,) float64, from the digits of their parts, (P, B, WIDTH).
 
-    NaN where any term was not finite.
+    A sum is NaN where any term was not finite.
     """
     places = parts[..., 0]
     top = places.amax(0)
@@ -75,7 +75,7 @@ def total_of(parts: Tensor) -> Tensor:
 
 
 def sums_of_blocks(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of each block of stacks (B, rows, cols), as (B, 1, 1) float64, by name."""
+    """Return, by name, the sum of each block of stacks (B, rows, cols), as (B, 1, 1) float64."""
     return {
         name: total_of(digits_of(values.flatten(1))[None]).view(-1, 1, 1)
         for name, values in terms.items()

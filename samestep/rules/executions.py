@@ -1,8 +1,8 @@
-"""The executions of rules: which code runs a rule on which kind of device.
+"""The executions of rules: the code that runs a rule on each kind of device.
 
-Every rule is written in plain torch, which runs on any device. Where something faster is there, or
-something else is needed, it has an entry here by the names of its functions. They are imported with
-the first tensor on such a device: the rules know no kernels, and Triton takes long to import.
+Every rule is written in plain torch, which runs on any device. A kind of device that has faster
+code, or needs other code, has an entry here with the names of these functions. They are imported
+with the first tensor on such a device: rules know no kernels, and Triton takes long to import.
 """
 
 from functools import cache
@@ -47,7 +47,7 @@ _PLAIN = DeviceExecution()
 
 
 def executions_on(device: torch.device) -> tuple[Any, Any]:
-    """The `update` and the `run` of a device, each None where plain or compiled torch runs."""
+    """Return the `update` and the `run` of a device; None: plain or compiled torch runs."""
     own = EXECUTIONS.get(device.type)
     if own is None:
         return None, None
@@ -55,13 +55,13 @@ def executions_on(device: torch.device) -> tuple[Any, Any]:
 
 
 def prepare_on(device: torch.device) -> Any:
-    """The function that compiles what `update` will launch, or None."""
+    """Return the function that compiles the kernels `update` will launch, or None."""
     own = EXECUTIONS.get(device.type, _PLAIN)
     return _usable(own.prepare, own.missing, device)
 
 
 def products_on(device: torch.device) -> Any:
-    """The function that orthogonalizes blocks with kernels on a device; None: plain torch does."""
+    """Return the function that orthogonalizes with kernels on a device; None: plain torch does."""
     own = EXECUTIONS.get(device.type, _PLAIN)
     return _usable(own.products, own.missing_products, device)
 

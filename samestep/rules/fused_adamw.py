@@ -1,9 +1,8 @@
 """AdamW in one pass over memory on CPU: torch's own kernel, the one behind `fused=True`.
 
 The kernel has no public name. It rounds otherwise than separate operations do, by an ulp or so.
-What is left of a tensor after the last whole vector it rounds in yet another way on x86, so those
-elements are given to it in a vector of their own: a slice of a parameter gets the same bits as the
-whole.
+On x86 it rounds the elements after the last whole vector of a tensor in yet another way, so these
+are given to it in a vector of their own: a slice of a parameter gets the same bits as the whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ def fused_adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step into each parameter and its state, whose counts are those of this step already."""
+    """Take one step on parameters and state in place; the counts already include this step."""
     moments = [[state[key] for state in states] for key in MOMENTS if key in states[0]]
     kinds = (params, grads, *moments)
     # With strides the kernel writes where it should not.
@@ -67,7 +66,7 @@ def fused_adamw_(
 
 
 def _rest(tensor: Tensor) -> int:
-    """The number of elements after the last whole vector."""
+    """Return the number of elements after the last whole vector."""
     return tensor.numel() % VECTOR
 
 
@@ -77,7 +76,7 @@ def _whole_vectors(flat: Tensor) -> Tensor:
 
 
 def _with_rests(params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[list[int]]:
-    """The places of parameters that have a rest; those that the kernel takes as one together."""
+    """Return the places of parameters that have a rest, grouped by dtype and step count."""
     found: dict[tuple[torch.dtype, float], list[int]] = {}
     for place, (param, count) in enumerate(zip(params, counts, strict=True)):
         if _rest(param):
@@ -90,6 +89,6 @@ def _rests(flat: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
 
 
 def _joined(rests: Sequence[Tensor]) -> Tensor:
-    """Rests end to end, padded with zeros such that all are in whole vectors."""
+    """Concatenate rests, padded with zeros to a whole number of vectors."""
     padding = -sum(map(len, rests)) % VECTOR
     return torch.cat([*rests, rests[0].new_zeros(padding)])

@@ -176,7 +176,7 @@ class MuonRule:
         return scalars
 
     def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:
-        """Momentum of the block's shape, and one variance per row or column if asked for."""
+        """Return the shapes of momentum (the block's) and, if asked for, of the variance."""
         shapes = {"momentum_buffer": shape}
         if options["variance_beta2"] is not None:
             rows, cols = shape
@@ -184,19 +184,19 @@ class MuonRule:
         return shapes
 
     def largest_norm(self, shape: Shape, options: Options) -> float:
-        """The norm of a block all of whose singular values are as large as they can be."""
+        """Return the norm of a block all of whose singular values are as large as they can be."""
         return float(min(shape[0], math.prod(shape[1:])) ** 0.5 * largest_singular_value(options))
 
     def update(
         self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Update:
-        """One Muon step on a stack of blocks. All tensors (B, rows, cols) but the variance."""
+        """Compute one Muon step on blocks (B, rows, cols); the variance alone has another shape."""
         return staged_update(self, param, grad, state, scalars, options)
 
     def prepare(
         self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """Momentum, of any part of a block."""
+        """Update the momentum of any part of a block; return the direction for `transform`."""
         grad = bounded_gradient(grad, LARGEST_GRADIENT)
         mu, form = number(scalars["momentum"], grad), options["momentum_form"]
         momentum = accumulate_momentum(state["momentum_buffer"], grad, mu, form)
@@ -206,7 +206,7 @@ class MuonRule:
     def transform(
         self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """Orthogonalization and what else needs whole blocks: (B, rows, cols)."""
+        """Orthogonalize blocks (B, rows, cols), and do all else that needs whole blocks."""
         if len(prepared) > 1 and _depends_on_company(prepared, options):
             alone = [
                 self.transform(
@@ -224,7 +224,7 @@ class MuonRule:
     def transform_stack(
         self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """`transform` of blocks that may run together."""
+        """Do `transform` on blocks whose bits do not depend on their stack."""
         direction, new_state = prepared, {}
         if options["equilibrate"]:
             direction = equilibrate_rows(direction)
@@ -250,7 +250,7 @@ class MuonRule:
         scalars: Tensors,
         options: Options,
     ) -> Tensor:
-        """Weight decay and the step, of any part of a block of `block_shape` (rows, cols)."""
+        """Apply weight decay and the step to any part of a block of `block_shape` (rows, cols)."""
         rows, cols = block_shape
         lr, weight_decay = (number(scalars[key], param) for key in ("lr", "weight_decay"))
         adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"], options["update_scale"])
@@ -283,9 +283,10 @@ def orthogonalized(blocks: Tensor, options: Options) -> Tensor:
 
 
 def _depends_on_company(blocks: Tensor, options: Options) -> bool:
-    """Whether bits of a block would depend on its stack, which differs from layout to layout.
+    """Whether the bits of a block would depend on the other blocks of its stack.
 
-    cuBLAS chooses how to multiply wide numbers by how many blocks there are.
+    Stacks differ from layout to layout, and cuBLAS chooses its algorithm for products of 32 bits
+    and more by the number of blocks.
     """
     if not blocks.is_cuda:
         return False
@@ -299,7 +300,7 @@ def _depends_on_company(blocks: Tensor, options: Options) -> bool:
 def accumulate_momentum(
     momentum: Tensor, grad: Tensor, mu: float | Tensor, form: MomentumForm = "ema"
 ) -> Tensor:
-    """ema: m + (1 - mu) (g - m).  sum: mu m + g."""
+    """Return the new momentum.  ema: m + (1 - mu) (g - m).  sum: mu m + g."""
     if form == "ema":
         return torch.lerp(momentum, grad, in_dtype(1 - mu, grad))
     return momentum * mu + grad
@@ -308,14 +309,14 @@ def accumulate_momentum(
 def look_ahead(
     momentum: Tensor, grad: Tensor, mu: float | Tensor, form: MomentumForm = "ema"
 ) -> Tensor:
-    """Nesterov's direction, from the new momentum.  ema: g + mu (m - g).  sum: g + mu m."""
+    """Return Nesterov's direction from the new momentum.  ema: g + mu (m - g).  sum: g + mu m."""
     if form == "ema":
         return torch.lerp(grad, momentum, in_dtype(mu, grad))
     return momentum * mu + grad
 
 
 def equilibrate_rows(blocks: Tensor) -> Tensor:
-    """Each row x (||X||_F / sqrt(rows)) / max(||row||, 1e-6)."""
+    """Scale each row to one norm: row x (||X||_F / sqrt(rows)) / max(||row||, 1e-6)."""
     target = block_norm(blocks) / blocks.shape[-2] ** 0.5
     rows = torch.linalg.vector_norm(blocks, dim=-1, keepdim=True, dtype=torch.float64)
     # A row of zeros in a huge block: its factor has to be finite, or it becomes NaN.
@@ -324,7 +325,7 @@ def equilibrate_rows(blocks: Tensor) -> Tensor:
 
 
 def renormalize(blocks: Tensor) -> Tensor:
-    """To Frobenius norm sqrt(min(rows, cols)), that of an exactly orthogonal block."""
+    """Scale to the Frobenius norm sqrt(min(rows, cols)), that of an exactly orthogonal block."""
     factor: Tensor = min(blocks.shape[-2:]) ** 0.5 / block_norm(blocks).clamp_min(1e-6)
     return blocks * factor.to(blocks.dtype)
 
@@ -335,9 +336,10 @@ def variance_of_rows(rows: int, cols: int, axis: VarianceAxis) -> bool:
 
 
 def variance_shape(rows: int, cols: int, axis: VarianceAxis = "long") -> Shape:
-    """One second moment per row of a tall block, per column of a wide one; "rows": always per row.
+    """Return the shape of the variance: one per row of a tall block, per column of a wide one.
 
-    nanochat and Megatron keep the longer side; the paper's code and dion keep rows.
+    With the axis "rows" there is one per row in any case, as in the paper's code and dion; nanochat
+    and Megatron keep the longer side.
     """
     return (rows, 1) if variance_of_rows(rows, cols, axis) else (1, cols)
 
@@ -388,12 +390,12 @@ LR_FACTORS: dict[str | None, Callable[[int, int], float]] = {
 
 
 def lr_factor(rows: int, cols: int, adjust_lr: str | None, scale: float = 1.0) -> float:
-    """The factor on the learning rate of a block of this logical shape."""
+    """Return the factor on the learning rate of a block of this logical shape."""
     return float(LR_FACTORS[adjust_lr](rows, cols) * scale)
 
 
 def largest_singular_value(options: Options) -> float:
-    """More than any singular value that the orthogonalization of a group can give."""
+    """Return a bound of the singular values that the orthogonalization of a group can give."""
     own, steps = options["ns_coefficients"], options["ns_steps"]
     return _largest(
         options["orthogonalize"],
@@ -411,13 +413,13 @@ def _largest(method: str, steps: int | None, own: Table | None, factor: float | 
 
 
 def norm_factor_of(options: Options) -> float:
-    """The factor on the norm of blocks that a group asks for."""
+    """Return the factor on the norm of blocks that a group asks for."""
     asked: float | None = options["norm_factor"]
     return POLYNOMIALS[options["orthogonalize"]].norm_factor if asked is None else asked
 
 
 def table_of(options: Options) -> Table:
-    """The coefficients of the steps that a group asks for."""
+    """Return the coefficients of the steps that a group asks for."""
     return step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
     )
@@ -426,7 +428,7 @@ def table_of(options: Options) -> Table:
 def decay_weights(
     param: Tensor, direction: Tensor, decay: float | Tensor, *, cautious: bool
 ) -> Tensor:
-    """p (1 - decay); cautious: only where the update pulls the same way, u p >= 0.
+    """Return p (1 - decay); cautious: decay only where update u and parameter agree, u p >= 0.
 
     The gate reads the sign of the parameter against the finished direction. Gated by the raw
     gradient's sign, weights that are left out keep growing: at high rates nothing is learned.

@@ -1,4 +1,4 @@
-"""Random bits that belong to an element, wherever it lies: of (parameter, state key), place, step.
+"""Random bits that depend on parameter, state key, place in the whole tensor and step alone.
 
 Rounding at random needs bits that every layout draws alike. So they come from no generator, whose
 numbers follow the order of calls, but from a hash: the seed is that of the parameter's name, the
@@ -28,13 +28,13 @@ LOWER = 1 << 32  # in a seed: takes the lower half of the bits
 
 
 def seed_of(name: str, key: str) -> int:
-    """32 bits of a parameter's name, and which half of random bits the state of this key takes."""
+    """Return 32 bits of a parameter's name, of which one says the half of a hash this key takes."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
     return seed | (LOWER if key in SECOND_MOMENTS else 0)
 
 
 class Origin(NamedTuple):
-    """The place of a local tensor's elements in the whole one, and the seeds of its state."""
+    """The place of a local tensor's elements in the whole parameter, and the seeds of its state."""
 
     offset: int  # the flat index of the first element
     strides: tuple[int, ...]  # from one element to the next of each dim, there
@@ -45,7 +45,7 @@ class Origin(NamedTuple):
     start: int = 0
 
     def noise(self, key: str, step: "int | Tensor") -> "Noise":
-        """The bits of one state tensor in the step that makes the count `step`."""
+        """Return the bits of one state tensor in the step that makes the count `step`."""
         return Noise(self.seeds[key], step, self.offset, self.strides, self.frame, self.start)
 
 
@@ -60,9 +60,9 @@ class Noise(NamedTuple):
     start: int = 0
 
     def chunks(self, tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """(begin, end, bits) of a tensor's flat elements; bits are int32 from 0 to 65535.
+        """Yield (begin, end, bits) of a tensor's flat elements; bits are int32 from 0 to 65535.
 
-        Begins are multiples of whatever divides both `CHUNK` and the last dim.
+        Every begin is a multiple of each number that divides both `CHUNK` and the last dim.
         """
         if self.frame:
             yield 0, tensor.numel(), self._stretch(tensor)
@@ -93,13 +93,13 @@ class Noise(NamedTuple):
                 yield begin, begin + len(bits), bits
 
     def bits(self, tensor: Tensor) -> Tensor:
-        """For all elements of a tensor, int32 from 0 to 65535."""
+        """Return random bits for all elements of a tensor, int32 from 0 to 65535."""
         found = [bits for _, _, bits in self.chunks(tensor)]
         joined = torch.cat(found) if found else tensor.new_empty(0, dtype=torch.int32)
         return joined.view(tensor.shape)
 
     def _stretch(self, tensor: Tensor) -> Tensor:
-        """For what follows each other in the frame, in order: all of the rows that it is in."""
+        """Return the bits of consecutive elements of the frame, from all rows they touch."""
         inner = prod(self.frame[1:])
         first, stop = self.start // inner, -(-(self.start + tensor.numel()) // inner)
         rows = tensor.new_empty((stop - first, *self.frame[1:]))
@@ -108,7 +108,7 @@ class Noise(NamedTuple):
         return bits[self.start - first * inner :][: tensor.numel()]
 
     def _keys(self, tensor: Tensor) -> tuple[Any, Any]:
-        """Two words of seed and step: signed numbers, or 0-D int32 where the step is not read."""
+        """Return two words of seed and step: numbers, or 0-D int32 where the step is not read."""
         step: Any = self.step
         if isinstance(step, Tensor):
             step = int(step.item()) if on_host(tensor) else step.to(tensor.device, torch.int64)
@@ -120,7 +120,7 @@ class Noise(NamedTuple):
 
 
 def mixed(word: Any) -> Any:
-    """A word of 32 bits that no longer resembles it: of a Python number or an int64 tensor."""
+    """Mix the bits of a 32-bit word, a Python number or an int64 tensor."""
     word = word ^ (word >> 16)
     word = word * FIRST & WORD
     word = word ^ (word >> 15)
@@ -129,7 +129,7 @@ def mixed(word: Any) -> Any:
 
 
 def hashed(words: Tensor, first: Any, second: Any) -> Tensor:
-    """The hash of int32 words, in place, with two keys: products and sums wrap around."""
+    """Hash int32 words in place with two keys; products and sums wrap around."""
     words += first
     words ^= (words >> 16) & 0xFFFF
     words *= FIRST
@@ -141,12 +141,12 @@ def hashed(words: Tensor, first: Any, second: Any) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """32 bits as the number that an int32 with these bits is."""
+    """Return 32 bits as the signed number that an int32 with these bits is."""
     return word - (1 << 32) if word >> 31 else word
 
 
 def runs(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """A tensor as runs of neighbours, in order: where each begins, (runs,) int64, and how long."""
+    """Return a tensor's runs of neighbours in order: begins, (runs,) int64, and their length."""
     dims, run = levels(shape, strides)
     starts = torch.zeros(1 if prod(shape) else 0, dtype=torch.int64, device=device)
     for size, stride in dims:
@@ -155,9 +155,9 @@ def runs(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> 
 
 
 def levels(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Sizes and strides of as few dims as describe a tensor, and how long a run of neighbours is.
+    """Return sizes and strides of as few dims as describe a tensor, and the length of its runs.
 
-    `strides` are those of the whole tensor, which tell what is a neighbour there.
+    `strides` are those of the whole tensor, and elements next to each other there form a run.
     """
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):

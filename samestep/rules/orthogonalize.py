@@ -1,4 +1,4 @@
-"""Orthogonalization of blocks by a matrix polynomial, and what it costs.
+"""Orthogonalization of blocks by a matrix polynomial, and its cost in FLOPs.
 
 Each step applies  X <- a X + b (X X^T) X + c (X X^T)^2 X  to the wide orientation of a
 block scaled to Frobenius norm <= 1, so a singular value s becomes a s + b s^3 + c s^5.
@@ -240,7 +240,7 @@ def _planned(
     compute_dtype: torch.dtype | None,
     of: tuple[int, int, torch.dtype, str],
 ) -> OrthogonalizationPlan:
-    """The plan; cached, because a step is short beside it."""
+    """Return the plan; cached, because a step is short beside making it."""
     rows, cols, dtype, device = of
     table = table or step_coefficients(method, steps)
     dtype = compute_dtype or default_compute_dtype(dtype, device, table)
@@ -300,7 +300,7 @@ def _orthogonalize(
 
 
 def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels of a device do it, whose symmetric products have 16 bits."""
+    """Whether the kernels of a device can run the products; their symmetric ones have 16 bits."""
     return (
         dtype in (torch.bfloat16, torch.float16)
         and not torch.compiler.is_compiling()
@@ -313,10 +313,10 @@ def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch
 def default_compute_dtype(
     dtype: torch.dtype, device: str, table: Sequence[Coefficients] | None = None
 ) -> torch.dtype:
-    """16 bits where the hardware is made for it, 32 on CPU and XLA; float64 blocks keep theirs.
+    """Return float16 where the hardware is made for it, else float32; float64 for float64.
 
     float16, not bfloat16: blocks are scaled, so its range suffices, and its 3 bits more are what
-    the margins of Polar Express are about. A table that has no room even for those: 32 bits.
+    the margins of Polar Express are about. A table without room even for those gets float32.
 
     device: the kind of device, as "cuda".
     """
@@ -338,7 +338,7 @@ def step_coefficients(
     steps: int | None = None,
     coefficients: CoefficientsLike | None = None,
 ) -> Table:
-    """One (a, b, c) per step, of the method's table or of the caller's own.
+    """Return one (a, b, c) per step, of the method's table or of the caller's own.
 
     `steps=None`: as many as the table has, and `USUAL_STEPS` of a single triple. More than that
     repeat the last triple. Fewer cut the table of a method short; of the caller's own table
@@ -360,7 +360,7 @@ def step_coefficients(
 
 
 def scale_to_unit_norm(X: Tensor, norm_factor: float, eps: float, eps_form: EpsForm) -> Tensor:
-    """X / (factor ||X||_F + eps), or X / max(factor ||X||_F, eps). X: (B, rows, cols).
+    """Return X / (factor ||X||_F + eps) or X / max(factor ||X||_F, eps), for X (B, rows, cols).
 
     The norm is summed in float64: the square of 1e30 fits, and so does that of 1e-30.
     """
@@ -373,7 +373,7 @@ def scale_to_unit_norm(X: Tensor, norm_factor: float, eps: float, eps_form: EpsF
 
 
 def gram_scales(A: Tensor, start: Start) -> Tensor:
-    """The factors of the rows of a block X, from A = X X^T. (B, m, m) -> (B, m or 1, 1).
+    """Return the factors of the rows of a block X, from A = X X^T. (B, m, m) -> (B, m or 1, 1).
 
     Singular values are at most ||X||_F afterwards, as before: it is what norm factor and eps have
     made of it. Errors of the entries of A are those of its rows' norms, and of as many signs as
@@ -391,13 +391,13 @@ def gram_scales(A: Tensor, start: Start) -> Tensor:
 
 
 def block_norm(X: Tensor) -> Tensor:
-    """Frobenius norm of each block, in float64. (B, rows, cols) -> (B, 1, 1)."""
+    """Return the Frobenius norm of each block, in float64. (B, rows, cols) -> (B, 1, 1)."""
     norm: Tensor = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     return norm
 
 
 def _quadratic(A: Tensor, b: float, c: float) -> Tensor:
-    """b A + c A A. On x86 torch's baddbmm in 16 bits forgets b where c is 0."""
+    """Return b A + c A A. On x86 torch's baddbmm in 16 bits forgets b where c is 0."""
     return torch.baddbmm(A, A, A, beta=b, alpha=c) if c else A * b
 
 
@@ -447,9 +447,9 @@ def cheaper_execution(
     table: Sequence[Coefficients] = USUAL_TABLE,
     dtype: torch.dtype = torch.float16,
 ) -> Execution:
-    """The execution with fewer FLOPs for a block of this shape; standard where they tie.
+    """Return the execution with fewer FLOPs for a block of this shape; standard where they tie.
 
-    Of few rows in 16 bits always standard: the Gram form would restart at almost every step.
+    Blocks of few rows in 16 bits are always standard: the Gram form would restart at most steps.
     """
     if min(rows, cols) <= FEW_ROWS and dtype.itemsize == 2:
         return "standard"
@@ -467,9 +467,9 @@ def orthogonalize_flops(
     execution: Execution | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> int:
-    """Floating-point operations of the products for one block; None: of the one that runs.
+    """Return the FLOPs of the products for one block; `execution=None`: of the one that runs.
 
-    By default those of the usual table as accelerators run it, whatever the device is: ranks
+    The defaults are the usual table as accelerators run it, whatever the device is, because ranks
     divide the work by these numbers.
     """
     m, n = min(rows, cols), max(rows, cols)
@@ -486,5 +486,5 @@ def orthogonalize_flops(
 
 
 def block_flops(block: Block) -> int:
-    """The FLOPs of all matrices of a block, which its owner computes."""
+    """Return the FLOPs of all matrices of a block, which its owner computes."""
     return sum(orthogonalize_flops(*shape) for shape in block.matrices)

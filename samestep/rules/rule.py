@@ -31,12 +31,12 @@ class Update(NamedTuple):
 
 @runtime_checkable
 class InPlaceRule(Protocol):
-    """A rule that can also write its result where its arguments are, which saves memory traffic."""
+    """A rule that can also write its result into its arguments, which saves memory traffic."""
 
     def update_(
         self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> None:
-        """Do what `Rule.update` computes to `param` and `state`, to the same bits."""
+        """Write the result of `Rule.update` into `param` and `state`, to the same bits."""
         ...
 
 
@@ -45,7 +45,7 @@ class TogetherRule(Protocol):
     """An elementwise rule that can update many tensors in one call: faster on small ones."""
 
     def runs_together(self, options: Options) -> bool:
-        """Whether it can with these options."""
+        """Whether the rule can update many tensors in one call with these options."""
         ...
 
     def update_all_(
@@ -56,12 +56,12 @@ class TogetherRule(Protocol):
         scalars: Tensors,
         options: Options,
     ) -> None:
-        """Do what `update_` does to each of them, to the same bits."""
+        """Do `update_` for each of the tensors, to the same bits."""
         ...
 
 
 class Direction(NamedTuple):
-    """The result of a stage: where to go, and new state."""
+    """The result of a stage: the direction of the update, and new state."""
 
     direction: Tensor
     state: dict[str, Tensor]
@@ -78,13 +78,13 @@ class StagedRule(Protocol):
     def prepare(
         self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """From any part of a block: the input of `transform`, and state of the block's shape."""
+        """Turn any part of a block into the input of `transform`, and state of its shape."""
         ...
 
     def transform(
         self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
-        """From whole blocks (B, rows, cols): the direction, and new state of any other shape."""
+        """Return the direction of blocks (B, rows, cols), and new state of any other shape."""
         ...
 
     def finish(
@@ -95,7 +95,7 @@ class StagedRule(Protocol):
         scalars: Tensors,
         options: Options,
     ) -> Tensor:
-        """From any part of a block of `block_shape`: the new parameter."""
+        """Return the new parameter from any part of a block of `block_shape`."""
         ...
 
 
@@ -109,7 +109,7 @@ class SummingRule(StagedRule, Protocol):
     """
 
     def sums(self, options: Options) -> Sequence[str]:
-        """Name the sums, always the same ones with these options."""
+        """Return the names of the sums, always the same ones with these options."""
         ...
 
     def summands(
@@ -120,7 +120,7 @@ class SummingRule(StagedRule, Protocol):
         scalars: Tensors,
         options: Options,
     ) -> Tensors:
-        """From any part of a block of `block_shape`: by name a term for each of its elements."""
+        """Return, by name, a term for each element of any part of a block of `block_shape`."""
         ...
 
 
@@ -133,7 +133,7 @@ class OwnedStateRule(Protocol):
     """
 
     def owned_state(self, options: Options) -> Collection[str]:
-        """Name these state tensors; only `transform` is given them."""
+        """Return the names of these state tensors; only `transform` is given them."""
         ...
 
 
@@ -171,14 +171,14 @@ class Rule(Protocol):
         ...
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
-        """Give the numbers behind the schedulable keys (learning rate, decay, ...).
+        """Return the numbers behind the schedulable keys (learning rate, decay, ...).
 
         They reach `update` as 0-D float64 tensors, so that a schedule never recompiles it.
         """
         ...
 
     def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:
-        """Name the state tensors of one slice or block of `shape`, with their shapes."""
+        """Return, by name, the shapes of the state tensors of one slice or block of `shape`."""
         ...
 
     def update(
@@ -194,10 +194,10 @@ class Rule(Protocol):
 
 @runtime_checkable
 class BoundedRule(Protocol):
-    """A matrix rule that says how large its directions can be, so that others would be seen."""
+    """A matrix rule that bounds the size of its directions, so that broken ones are noticed."""
 
     def largest_norm(self, shape: Shape, options: Options) -> float:
-        """More than the norm of any direction of a block of this shape."""
+        """Return a number above the norm of any direction of a block of this shape."""
         ...
 
 
@@ -212,7 +212,7 @@ def staged_update(
     scalars: Tensors,
     options: Options,
 ) -> Update:
-    """The `update` of a rule with stages: one step on a stack of blocks, (B, rows, cols)."""
+    """Take one step of a rule with stages on a stack of blocks, (B, rows, cols)."""
     prepared, kept = rule.prepare(grad, state, scalars, options)
     direction, of_blocks = rule.transform(prepared, state, scalars, options)
     shape = param.shape[-2], param.shape[-1]
@@ -231,7 +231,7 @@ def finished(
     scalars: Tensors,
     options: Options,
 ) -> Tensor:
-    """The last stage on a stack of whole blocks, with the sums that it needs."""
+    """Run the last stage on a stack of whole blocks, with the sums that it needs."""
     if is_summing(rule):
         terms = rule.summands(param, direction, block_shape, scalars, options)
         scalars = {**scalars, **sums_of_blocks(terms)}
@@ -240,12 +240,12 @@ def finished(
 
 @cache
 def follows(kind: type, protocol: type) -> bool:
-    """Whether a class has the members of a protocol: asking takes as long as a small update."""
+    """Whether a class has the members of a protocol; cached, since asking takes long."""
     return issubclass(kind, protocol)
 
 
 def is_staged(rule: Rule | StagedRule) -> TypeGuard[StagedRule]:
-    """Whether a rule can be run on parts of a block, but for one stage."""
+    """Whether a rule has stages, of which all but `transform` can run on parts of a block."""
     return follows(type(rule), StagedRule)
 
 
@@ -255,7 +255,7 @@ def is_summing(rule: Rule | StagedRule) -> TypeGuard[SummingRule]:
 
 
 def owned_state(rule: Rule, options: Options) -> frozenset[str]:
-    """The state of a rule that the owner of a block alone has."""
+    """Return the names of the state that the owner of a block alone has."""
     if follows(type(rule), OwnedStateRule):
         assert isinstance(rule, OwnedStateRule)
         return frozenset(rule.owned_state(options))
@@ -266,7 +266,7 @@ def owned_state(rule: Rule, options: Options) -> frozenset[str]:
 
 
 def math_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of state and arithmetic: float32, or float64 for float64 parameters."""
+    """Return the dtype of state and arithmetic: float32, or float64 for float64 parameters."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
@@ -279,18 +279,18 @@ def on_host(tensor: Tensor) -> bool:
 
 
 def number(scalar: Tensor, like: Tensor) -> Any:
-    """A 0-D tensor as Python's number if `like` is on the host, else as it is.
+    """Return a 0-D tensor as a Python number if `like` is on the host, else unchanged.
 
-    Python's arithmetic costs a tenth of that among 0-D tensors, and gives the same.
+    Arithmetic of Python numbers costs a tenth of that of 0-D tensors, and gives equal results.
     """
     return scalar.item() if on_host(like) else scalar
 
 
 def bounded_gradient(grad: Tensor, most: float) -> Tensor:
-    """Elements no larger than `most`, at least 2^63: what a rule makes of finite ones is finite.
+    """Clamp elements to `most`, at least 2^63: a rule's results of finite gradients are finite.
 
-    What is infinite or NaN stays so: a gradient that is broken must not look sound. On the host the
-    sum of squares, which is quickly had, tells first whether there may be anything to do.
+    Elements that are infinite or NaN stay so: a broken gradient must not look sound. On the host a
+    sum of squares, which is cheap, tells first whether any element may have to be clamped.
     """
     if on_host(grad):
         flat = grad.reshape(-1)
@@ -300,5 +300,5 @@ def bounded_gradient(grad: Tensor, most: float) -> Tensor:
 
 
 def in_dtype(value: float | Tensor, like: Tensor) -> Any:
-    """A 0-D tensor in the dtype of another; Python's numbers fit any."""
+    """Return a 0-D tensor in the dtype of another; a Python number is returned unchanged."""
     return value.to(like.dtype) if isinstance(value, Tensor) else value

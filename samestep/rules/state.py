@@ -36,10 +36,10 @@ State = dict[str, Tensor]
 class Stored(NamedTuple):
     """The format of a tensor in the state of a parameter.
 
-    per: of so many elements of the parameter, along its last dim, it has one: 1 for a moment, more
-        for the scales of one in 8 bits. None: it is a number, or belongs to whole blocks.
+    per: the elements of the parameter, along its last dim, that share one number: 1 for a moment,
+        more for the scales of a moment in 8 bits. None: a number, or state of whole blocks.
     random: rounded at random, by bits that belong to each element.
-    owned: it belongs to whole blocks, and the owner of a block alone has it.
+    owned: the tensor belongs to whole blocks, and the owner of a block alone has it.
     """
 
     dtype: torch.dtype
@@ -48,13 +48,13 @@ class Stored(NamedTuple):
     owned: bool = False
 
     def shape(self, of: Shape) -> Shape:
-        """The shape of state with an element for each, or for `per`, of a tensor of this shape."""
+        """Return the shape of state that has a number per `per` elements of the shape `of`."""
         assert self.per is not None
         return of if self.per == 1 else (*of[:-1], of[-1] // self.per)
 
 
 class StoredTensors(dict[str, Stored]):
-    """By key, in order. Nobody changes it, so that plans can tell equal ones by a hash."""
+    """The formats of a parameter's state tensors by key, in order; hashable, and never changed."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
@@ -73,7 +73,7 @@ def is_elementwise(rule: Rule, key: str, options: Mapping[str, Any]) -> bool:
 
 
 def chosen_format(key: str, options: Mapping[str, Any]) -> torch.dtype | str | None:
-    """The format that `state_dtypes` asks for a key; a single word is about all moments."""
+    """Return the format that `state_dtypes` asks for a key; a single word is about all moments."""
     chosen: Mapping[str, torch.dtype | str] | str | None = options.get("state_dtypes")
     if isinstance(chosen, str):
         return None if key == MASTER else chosen
@@ -87,9 +87,9 @@ def stored_tensors(
     options: Mapping[str, Any],
     master_weights: bool,
 ) -> StoredTensors:
-    """Every tensor that is kept for a parameter, by key, in order.
+    """Return the format of every tensor that is kept for a parameter, by key, in order.
 
-    Of the whole parameter: what a rank holds of it decides nothing.
+    The formats follow from the whole parameter, never from the part of it that a rank holds.
     """
     found = StoredTensors()
     wide = math_dtype(param)
@@ -123,12 +123,12 @@ def stored_tensors(
 
 
 def is_small(stored: StoredTensors) -> bool:
-    """Whether any of it is kept in another way than as a plain tensor of some dtype."""
+    """Whether any state tensor is kept in another way than as a plain tensor of some dtype."""
     return REMAINDER_KEY in stored or any(how.random for how in stored.values())
 
 
 def format_word(key: str, stored: StoredTensors) -> str:
-    """The format of one tensor, as `state_dtypes` would say it."""
+    """Return the format of one tensor, as `state_dtypes` would say it."""
     how, scale = stored[key], stored.get(key + SCALE_SUFFIX)
     if scale is not None:
         return f"{EIGHT_BITS}/{scale.per}"
@@ -138,9 +138,9 @@ def format_word(key: str, stored: StoredTensors) -> str:
 
 
 def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> int | None:
-    """The number of elements of a row that share a scale in 8 bits; None: it stays in 32.
+    """Return how many elements of a row share a scale in 8 bits; None: the state stays in 32 bits.
 
-    They are neighbours in the last dim, and of one matrix.
+    Elements that share a scale are neighbours in the last dim, and belong to one matrix.
     """
     if len(shape) < 2 or 0 in shape:
         return None
@@ -153,7 +153,7 @@ def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> in
 def state_shapes(
     rule: Rule, shape: Shape, options: Mapping[str, Any], stored: StoredTensors
 ) -> dict[str, Shape]:
-    """Shapes of the state of one slice, block or matrix; a count that only rounding needs is ()."""
+    """Return shapes of the state of a slice, block or matrix; a count only for rounding is ()."""
     own = rule.state_shapes(shape, options)
     return {
         key: own.get(key, ()) if how.per is None else how.shape(shape)
@@ -164,9 +164,10 @@ def state_shapes(
 def block_state_shapes(
     rule: Rule, block: Block, options: Mapping[str, Any], stored: StoredTensors
 ) -> dict[str, Shape]:
-    """Shapes of one block's state: as stored if it has the block's elements, else by matrix.
+    """Return the shapes of one block's state, by key.
 
-    The latter is 1-D where a block has a form, matrix after matrix.
+    State with the block's elements has its stored shape; other state of a block that has a form is
+    1-D, matrix after matrix.
     """
     shapes = state_shapes(rule, block.shape, options, stored)
     if block.form is None:
@@ -187,7 +188,7 @@ def initial_state(
     options: Mapping[str, Any],
     master_weights: bool,
 ) -> State:
-    """Zeros for each state tensor that the rule declares, and the master copy where asked.
+    """Return zeros for each state tensor that the rule declares, and the master copy where asked.
 
     `blocks` is None for an elementwise rule. For a matrix rule, state of the blocks' shapes
     is one tensor of the parameter's shape; any other is 1-D, block after block, so that
@@ -210,7 +211,7 @@ def whole_shapes(
     options: Mapping[str, Any],
     stored: StoredTensors,
 ) -> dict[str, Shape]:
-    """What one process keeps of a parameter."""
+    """Return the shapes of the state that one process keeps of a whole parameter."""
     if blocks is None:
         return state_shapes(rule, shape, options, stored)
     of_blocks = [block_state_shapes(rule, block, options, stored) for block in blocks]
@@ -227,7 +228,7 @@ def block_states(
     options: Mapping[str, Any],
     stored: StoredTensors,
 ) -> list[State]:
-    """The views of each block into the state that `initial_state` made for its parameter."""
+    """Return each block's views into the state that `initial_state` made for its parameter."""
     views: list[State] = []
     offsets = dict.fromkeys(state, 0)
     for block in blocks:
@@ -245,7 +246,7 @@ def block_states(
 
 
 class MatrixView(NamedTuple):
-    """One matrix of a block where it lies, and its state; `rows` where it has several row dims."""
+    """One matrix of a block where it lies, and its state; `rows` if it has several row dims."""
 
     value: Tensor
     state: State
@@ -262,9 +263,9 @@ def matrix_views(
     stored: StoredTensors,
     where: "GlobalElementIndex | None" = None,
 ) -> list[MatrixView]:
-    """The matrices of a block, of which value and state are given as they are stored.
+    """Return the matrices of a block, given its value and state as they are stored.
 
-    `where`: of the block, if any of its state is rounded at random.
+    `where`: the global element index of the block, if any of its state is rounded at random.
     """
     if block.form is None:
         return [MatrixView(value, state, None, None if where is None else where.origin())]
@@ -280,7 +281,7 @@ def matrix_views(
 def matrix_states(
     rule: Rule, block: Block, state: State, options: Mapping[str, Any], stored: StoredTensors
 ) -> list[State]:
-    """The views of each matrix of a block into the block's state."""
+    """Return each matrix's views into the state of its block."""
     if block.form is None:
         return [state]
     found: list[State] = [{} for _ in block.matrices]
@@ -298,7 +299,7 @@ def matrix_states(
 
 
 def _form_of(form: Form, per: int) -> Form:
-    """The form of the scales of a block: stored columns are fewer."""
+    """Return the form of the scales of a block, which has fewer stored columns."""
     if per == 1 or not form.transposed:
         return form
     sizes = tuple(size // per for size in form.split.sizes)
@@ -306,9 +307,10 @@ def _form_of(form: Form, per: int) -> Form:
 
 
 class GlobalElementIndex(NamedTuple):
-    """The elements of a whole parameter that a part has: a view of a tensor without data.
+    """The global indices of the elements in a part of a parameter: a view of a tensor without data.
 
-    Whatever cuts a parameter cuts `elements` alike; its offset and strides then say the rest.
+    Code that cuts a parameter cuts `elements` alike; offset and strides of `elements` are then
+    those of the part in the whole parameter.
     """
 
     elements: Tensor
@@ -317,11 +319,11 @@ class GlobalElementIndex(NamedTuple):
     start: int | None = None  # not all of them: those from here on, in order
 
     def at(self, view: Tensor) -> "GlobalElementIndex":
-        """The index of a view: the parameter, cut further."""
+        """Return the index of a view, made by cutting `elements` further."""
         return self._replace(elements=view)
 
     def stretch(self, start: int, stop: int) -> "GlobalElementIndex":
-        """Elements start..stop-1 of these in order."""
+        """Return the index of elements start..stop-1 of these, in order."""
         if self.elements.is_contiguous():
             return self.at(self.elements.view(-1)[start:stop])
         return self._replace(start=(self.start or 0) + start)
@@ -336,10 +338,10 @@ class GlobalElementIndex(NamedTuple):
 def global_element_index(
     name: str, shape: Shape, stored: StoredTensors
 ) -> GlobalElementIndex | None:
-    """All of a parameter; None if nothing of its state is rounded at random.
+    """Return the index of all elements of a parameter; None if no state is rounded at random.
 
-    Of a part of a fused parameter, in the whole of it: layouts differ in which parts there are.
-    By a name without wrappers, which are no part of the model.
+    A part of a fused parameter is indexed in the fused one, since layouts differ in the parts that
+    they make. Seeds are of names without wrappers, which are no part of the model.
     """
     rounded = [key for key, how in stored.items() if how.random]
     if not rounded:

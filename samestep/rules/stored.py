@@ -40,7 +40,7 @@ QUIET = 0x00400000  # makes a NaN of what else would be infinite
 
 
 def block_size(length: int, most: int = BLOCKS[0]) -> int | None:
-    """The number of elements that share a scale where the last dim is so long; None: 32 bits."""
+    """Return how many elements share a scale in a last dim so long; None: state has 32 bits."""
     return next((size for size in BLOCKS if size <= most and length % size == 0), None)
 
 
@@ -50,12 +50,12 @@ def is_signed(key: str) -> bool:
 
 
 def code_dtype(key: str) -> torch.dtype:
-    """int8 for what has signs, else uint8: so codes tell how they are read."""
+    """Return int8 for state with signs, else uint8, so that the dtype tells how codes are read."""
     return torch.int8 if is_signed(key) else torch.uint8
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """The values of codes, float32: q neighbours share a scale."""
+    """Return the values of codes, float32; q neighbours share a scale."""
     if codes.numel() == 0:
         return codes.float()
     q = codes.numel() // scale.numel()
@@ -66,7 +66,7 @@ def decode(codes: Tensor, scale: Tensor) -> Tensor:
 def encode(
     value: Tensor, q: int, *, signed: bool, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of values, (..., n) and (..., n / q); without noise to the nearest.
+    """Return codes (..., n) and scales (..., n / q) of values; without noise, to the nearest.
 
     Zero stays zero. A second moment that is not zero gets no code 0, or it would divide by eps
     alone. A block with a NaN becomes NaN, one with an infinite value infinite. Where there are no
@@ -93,7 +93,7 @@ def _plain_chunks(flat: Tensor) -> Iterator[tuple[int, int, None]]:
 
 
 def _ratios(codes: Tensor, *, signed: bool) -> Tensor:
-    """The part of the scale that codes stand for; changes `codes`, which are float32."""
+    """Return the values of codes relative to their scale; overwrites `codes`, which are float32."""
     codes *= SIGNED_STEP if signed else UNSIGNED_STEP
     if signed:
         return codes.mul_(codes.abs())
@@ -102,7 +102,7 @@ def _ratios(codes: Tensor, *, signed: bool) -> Tensor:
 
 
 def _codes(blocks: Tensor, scale: Tensor, bits: Tensor | None, *, signed: bool) -> Tensor:
-    """Codes of blocks (n, q) with scales (n, 1)."""
+    """Return the codes of blocks (n, q) with scales (n, 1)."""
     # A power of two keeps what codes stand for away from where numbers lose digits.
     power = torch.where(scale < 2.0**-32, 2.0**64, torch.where(scale > 2.0**64, 2.0**-64, 1.0))
     scale = torch.where(scale == 0, 1.0, scale * power)
@@ -115,7 +115,7 @@ def _codes(blocks: Tensor, scale: Tensor, bits: Tensor | None, *, signed: bool) 
 
 
 def _signed_codes(size: Tensor, scale: Tensor, bits: Tensor | None) -> Tensor:
-    """In squares of codes, of which codes stand for evenly many: c^2 <= y < c^2 + 2 c + 1.
+    """Return the sizes of signed codes, rounded between squares: c^2 <= y < c^2 + 2 c + 1.
 
     The difference is exact. A line in 14 bits keeps 2^-15 of a step away from both codes: a root
     that is one too few or too many there, as that of a GPU may be, leads to the same code.
@@ -133,7 +133,7 @@ def _signed_codes(size: Tensor, scale: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def _unsigned_codes(size: Tensor, scale: Tensor, finite: Tensor, bits: Tensor | None) -> Tensor:
-    """By what codes stand for, with 16 bits: a second moment moves by little of a step."""
+    """Return unsigned codes, rounded between their values with 16 random bits."""
     # A guess at the code below, not more and at most one less; the last but one if not finite.
     most = UNSIGNED_MOST - 1.0
     code = (size / finite).sqrt_().sqrt_().mul_(UNSIGNED_MOST).sub_(0.01).floor_()
@@ -151,9 +151,9 @@ def _unsigned_codes(size: Tensor, scale: Tensor, finite: Tensor, bits: Tensor | 
 
 
 def round_bf16(value: Tensor, noise: Noise) -> Tensor:
-    """float32 to one of its two neighbours in bfloat16 at random, right in the mean.
+    """Round float32 to one of its two neighbours in bfloat16 at random, right in the mean.
 
-    What bfloat16 can hold stays as it is, and what is finite stays finite.
+    A value that bfloat16 can hold is unchanged, and a finite value stays finite.
     """
     flat = value.detach().float().reshape(-1)
     narrow = torch.empty(flat.shape, dtype=torch.bfloat16, device=value.device)
@@ -168,7 +168,7 @@ def round_bf16(value: Tensor, noise: Noise) -> Tensor:
 
 
 def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as bfloat16, rounded to the nearest and ties away from zero, and the rest, int16.
+    """Split float32 into bfloat16, rounded to nearest with ties away from zero, and an int16 rest.
 
     The rest is the lower half of the bits: negative where the upper half was rounded up.
     """
@@ -180,7 +180,7 @@ def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
-    """float32 from its halves: exactly what `split_remainder` was given, but for a NaN's digits.
+    """Join halves to float32: exactly the input of `split_remainder`, but for a NaN's digits.
 
     A parameter that somebody set to zero is zero, whatever remainder was left of it.
     """

@@ -50,8 +50,8 @@ class CaseResult:
     """The result of a case.
 
     status: exact, within_tolerance, failed, interrupted, or does_not_apply: it was not run.
-    reason: why it does not apply.
-    ended: False if Ctrl-C came first, and this is what was known then.
+    reason: why the case does not apply.
+    ended: False if Ctrl-C came first; the result then has what was known at that time.
     """
 
     case: Case
@@ -66,7 +66,7 @@ class CaseResult:
 
     @property
     def positions(self) -> dict[int, str]:
-        """The collective that each rank was in when something went wrong, where that is known."""
+        """Return, by rank, the collective that it was in when something went wrong, where known."""
         known = {r: op for end in self.endings.values() for r, op in end.positions.items()}
         return dict(sorted(known.items()))
 
@@ -75,7 +75,7 @@ OnResult = Callable[[CaseResult], None]
 
 
 class Campaign:
-    """Cases on the same ranks, with what they share: models, references, the first layout.
+    """Runs cases on the same ranks, which share models, references and the first layout.
 
     A scenario's reference and first layout are kept until the next scenario begins.
     """
@@ -149,7 +149,7 @@ class Campaign:
             raise
 
     def _begun_alone(self, cases: Sequence[Case], folder: Path) -> int:
-        """Steps that one process takes before the ranks start, where the scenario asks for them."""
+        """Return the steps that one process takes before the ranks start, if the scenario asks."""
         first_sample = min(min(case.due(self._scenario)) for case in cases)
         steps = min(self._scenario.begun_alone, first_sample - 1)
         if steps:
@@ -194,7 +194,7 @@ def _result(judge: Judge, endings: dict[int, Ending] | None = None) -> CaseResul
 
 
 def _does_not_apply(case: Case, on_result: OnResult) -> bool:
-    """Return the result of a case whose scenario cannot run in its layout, or None."""
+    """Report a case whose scenario cannot run in its layout; return whether that is so."""
     reason = EVERY_LAYOUT[case.layout].reason_against(EVERY_SCENARIO[case.scenario], case.world)
     if reason is not None:
         on_result(CaseResult(case, "does_not_apply", [], [], reason=reason))
@@ -206,7 +206,7 @@ def _does_not_apply(case: Case, on_result: OnResult) -> bool:
 
 @dataclass(frozen=True)
 class MutantResult:
-    """Checks that failed under a mutant; `first` is the finding of the expected check, if any."""
+    """The checks that failed under a mutant; `first` is the expected check's finding, if any."""
 
     mutant: Mutant
     unpatched: str  # status of the case without the bug
@@ -232,8 +232,8 @@ class MutantResult:
 class MutantRunner:
     """Runs mutants on forked ranks; a healthy case that several mutants share runs once.
 
-    `watchdog` is for the mutants that have to hang. Where nothing has to, a slow machine must not
-    be taken for one that hangs, neither with the bug nor without.
+    `watchdog` is the time-out of mutants that have to hang. No other run has it, so that a slow
+    machine is not taken for a hang, neither with the bug nor without.
     """
 
     def __init__(self, watchdog: float, seed: int = 0) -> None:

@@ -72,7 +72,7 @@ def _refuse(constant: str) -> None:
 
 
 def compare(first: Receipt, second: Receipt) -> list[Change]:
-    """All changes from the first to the second; both have passed `check_receipt`."""
+    """Return all changes from the first to the second receipt; both have passed `check_receipt`."""
     cases = _pairs(first["cases"], second["cases"], ("scenario", "layout"))
     both = {where: (old, new) for where, (old, new) in cases.items() if old and new}
     mutants = _pairs(first["mutants"], second["mutants"], ("name",))
@@ -134,7 +134,7 @@ def _surroundings(first: Receipt, second: Receipt) -> Iterator[Change]:
 
 
 def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterator[Change]:
-    """Changes of run time, only if large, and never rated as worse or better."""
+    """Yield large changes of run time, which are never rated as worse or better."""
     times = [("", first["ran"]["seconds"], second["ran"]["seconds"])]
     for where, (old, new) in both.items():
         if _same_work(old, new) and old["steps_taken"] == new["steps_taken"]:
@@ -149,7 +149,7 @@ def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterato
 
 
 def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
-    """Cases that only one of the receipts has; not rated if the requests differed."""
+    """Yield cases that only one of the receipts has; not rated if the requests differed."""
     for where, (old, new) in pairs.items():
         if new is None and old is not None:
             text, _ = _ended(old)
@@ -161,7 +161,7 @@ def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
 
 
 def _ended(entry: Entry) -> tuple[str, bool]:
-    """How a case or a mutant ended, in words, and whether that is bad."""
+    """Return how a case or a mutant ended, in words, and whether that is bad."""
     if "caught" in entry:
         return "caught" if entry["caught"] else "escaped", not entry["caught"]
     return STATUSES[entry["status"]][1], entry["status"] == "failed"
@@ -182,7 +182,7 @@ def _status_text(case: Case) -> str:
 
 
 def _apart(what: str, pick: Pick, where: str, old: Case, new: Case) -> Iterator[Change]:
-    """Changes of the differences between ranks: larger, no longer zero, or zero now.
+    """Yield changes of the differences between ranks: larger, no longer zero, or zero now.
 
     The distance to the reference is never to be zero, and depends on the work that was done.
     """
@@ -218,7 +218,7 @@ def _plan(where: str, old: Case, new: Case) -> Iterator[Change]:
 
 
 def _costs(where: str, old: Case, new: Case) -> Iterator[Change]:
-    """Changes in collectives and bytes per step, for cases that did the same work."""
+    """Yield changes in collectives and bytes per step, for cases that did the same work."""
     if old["steps_taken"] != new["steps_taken"]:
         return
     for key, text in (("collectives_per_step", "{:.4g}".format), ("bytes_per_step", size)):

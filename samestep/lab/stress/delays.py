@@ -46,7 +46,7 @@ LAUNCHES = (
 
 @dataclass(frozen=True)
 class Delays:
-    """Which delays there are, how often, and how long.
+    """The kinds of delays, how often they occur, and their length.
 
     often: the part of all launches that is delayed, of each kind by itself.
     most_ms: a delay is at most that long, and at least half of it where all are delayed.
@@ -97,7 +97,7 @@ class _Draws:
         self._late_host = random.Random(delays.seed).randrange(ranks) == rank
 
     def ms(self, where: Where) -> float:
-        """Milliseconds of the next delay of a kind; 0: none."""
+        """Return the next delay of a kind, in ms; 0: none."""
         delays = self._delays
         if where not in delays.where:
             return 0.0
@@ -106,13 +106,13 @@ class _Draws:
         return delays.most_ms * part if drawn else 0.0
 
     def spin(self, where: Where) -> None:
-        """Perhaps let the current stream spin for a while."""
+        """Let the current stream spin for a while, if a delay is drawn."""
         cycles = int(self.ms(where) * CYCLES_PER_MS)
         if cycles:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def sleep(self) -> None:
-        """Perhaps let this host sleep, if it is the one that is late."""
+        """Let this host sleep, if a delay is drawn and this rank is the late one."""
         ms = self.ms("host")
         if ms and self._late_host:
             time.sleep(ms / 1000)
@@ -141,7 +141,7 @@ def _launched_late(
 
 
 def _device(args: tuple[Any, ...]) -> torch.device:
-    """The device of the first tensor, which may be in a list."""
+    """Return the device of the first tensor, which may be in a list."""
     for each in args:
         first = each[0] if isinstance(each, list | tuple) and each else each
         if isinstance(first, Tensor):

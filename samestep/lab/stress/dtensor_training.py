@@ -107,7 +107,7 @@ class TwinTraining(DTensorTraining):
         return model
 
     def _inner_placement(self, place: int, param: Tensor) -> Shard | Replicate:
-        """Placements: stacks by expert, matrices by rows or columns, vectors replicated."""
+        """Return a placement: stacks by expert, matrices by rows or columns, vectors replicated."""
         if self.layout.parameters == "ep_fsdp2":
             return Shard(0) if param.dim() == 3 else Replicate()
         return Shard(place % 2) if param.dim() > 1 else Replicate()
@@ -187,7 +187,7 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The DeviceMesh of the present default group, made once because making groups is slow."""
+    """Return the DeviceMesh of the default group; cached because making groups is slow."""
     key = (dist.group.WORLD, kind, shape, names)
     if key not in _meshes:
         for old in [other for other in _meshes if other[0] is not dist.group.WORLD]:
@@ -232,7 +232,7 @@ class CopiesTraining(DTensorTraining):
         return model
 
     def _fused(self) -> set[str]:
-        """Parameters that consist of several blocks of rows."""
+        """Return the parameters that consist of several blocks of rows."""
         alone = samestep.MuonAdamW(self._twin, grads="reduced", **self.scenario.options())
         groups = [group for group in alone.param_groups if group.get("split_sizes")]
         return {name for group in groups for name in group["param_names"]}
@@ -286,7 +286,7 @@ class CopiesTraining(DTensorTraining):
 
     @torch.no_grad()
     def _shares(self, number: int, by_rank: Sequence[Gradients]) -> Gradients:
-        """This rank's share of the mean gradient of each parameter, and the part it holds."""
+        """Return this rank's share of each mean gradient, for the part that the rank holds."""
         found = {}
         for place, (name, cut) in enumerate(self._cuts.items()):
             mine = by_rank[self.rank].get(name)
@@ -305,7 +305,7 @@ class CopiesTraining(DTensorTraining):
         return found
 
     def _held_of(self, name: str, whole: Tensor, turn: int) -> Tensor | None:
-        """The shard or summand of a gradient on this rank; None where other ranks hold it all."""
+        """Return this rank's shard or summand of a gradient; None where other ranks hold it all."""
         cut, param = self._cuts[name], self._named[name]
         assert isinstance(param, DTensor)
         if cut.summands:
@@ -345,7 +345,7 @@ class CopiesTraining(DTensorTraining):
     # --- values --------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        """Whole values; replicated parameters as held by this rank, to compare copies."""
+        """Return whole values; replicated parameters as held by this rank, to compare copies."""
         found = super().parameters()
         for name in found:
             if not self._cuts[name].is_cut:

@@ -58,7 +58,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Fault:
-    """A way in which the last rank goes wrong in a step.
+    """A way in which the last rank can go wrong in a step.
 
     ends: whether its process ends by itself; one that is stopped or sleeps is ended from outside.
     """
@@ -165,7 +165,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Asked(NamedTuple):
-    """One case: a fault in a layout, on a number of ranks."""
+    """One case that was asked for: a fault in a layout, on a number of ranks."""
 
     fault: str
     layout: str
@@ -175,18 +175,18 @@ class Asked(NamedTuple):
 
     @property
     def astray(self) -> int:
-        """The rank that goes wrong."""
+        """Return the rank that goes wrong."""
         return 0 if self.fault == "kill_first" else self.world - 1
 
     @property
     def to_tell(self) -> list[int]:
-        """Ranks that must notice the fault; a step too many only its own rank notices."""
+        """Return the ranks that must notice a fault; a step too many only its own rank notices."""
         others = [rank for rank in range(self.world) if rank != self.astray]
         return [self.astray] if self.fault == "extra" else others
 
     @property
     def to_name(self) -> int:
-        """The rank that the messages of the others must name."""
+        """Return the rank that the messages of the others must name."""
         return 0 if self.fault == "extra" else self.astray
 
 
@@ -261,10 +261,10 @@ def _be_rank(asked: Asked, rank: int, port: int, folder: Path) -> NoReturn:
 
 @dataclass
 class Report:
-    """How a rank ended that did nothing wrong.
+    """The end of a rank that did nothing wrong.
 
-    named: It said who did.
-    aborted: Gloo aborted its process, as it does where sizes do not match; it could say nothing.
+    named: The rank's messages named the one that went wrong.
+    aborted: Gloo aborted the process, as Gloo does where sizes do not match, without a message.
     """
 
     rank: int
@@ -297,7 +297,7 @@ class FaultResult:
 
 
 def _processes() -> ForkServerContext:
-    """Starts ranks from a process without threads that has imported what they need."""
+    """Return the context that forks ranks from a process without threads that has imported all."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
@@ -377,7 +377,7 @@ class Running:
 
 
 def _lines_of_samestep(text: str) -> list[str]:
-    """Lines of samestep's own errors in a log, the last ones first."""
+    """Return the lines of samestep's own errors in a log, the last ones first."""
     kinds = ("CollectiveError", "RankProblemError", " ends, in ", "failed: ")
     return [line for line in reversed(text.splitlines()) if any(kind in line for kind in kinds)]
 
@@ -385,7 +385,7 @@ def _lines_of_samestep(text: str) -> list[str]:
 def cases(
     faults: Sequence[str], layouts: Sequence[str], world: int, backend: str, timeout: float
 ) -> list[Asked]:
-    """All pairs of fault and layout; a mesh of two axes gets four ranks."""
+    """Return all pairs of fault and layout; a mesh of two axes gets four ranks."""
 
     def ranks(layout: str, fault: str) -> int:
         aborts = backend == "gloo" and fault in ("shape", "foreign")
@@ -432,7 +432,7 @@ def run_faults(
 
 
 def receipt_of(results: Sequence[FaultResult], ran: dict[str, Any]) -> bytes:
-    """The record of a run, as JSON."""
+    """Return the record of a run, as JSON."""
     content = {
         "kind": "samestep stress --faults",
         "format": 1,

@@ -82,7 +82,7 @@ class ForeignScenario(GradientScenario):
         return self.drawn(of)
 
     def rate(self, step: int) -> float:
-        """The factor of every group's learning rate."""
+        """Return the factor of every group's learning rate."""
         return 1.0
 
     def resumes(self, step: int) -> bool:
@@ -140,7 +140,7 @@ class Rates(ForeignScenario):
     name = "rates"
 
     def rate(self, step: int) -> float:
-        """The factor rises, then falls along a cosine, and never reaches zero."""
+        """Return a factor that rises, then falls along a cosine, and never reaches zero."""
         return 0.55 + 0.45 * math.cos(0.9 * step)
 
 
@@ -191,7 +191,7 @@ class ForeignCase(NamedTuple):
     seed: int = 0
 
     def reason_against(self, make_model: MakeModel | None = None) -> str | None:
-        """Why the case would test nothing; None if it applies."""
+        """Return why the case would test nothing; None if it applies."""
         kind = FOREIGN[self.scenario]
         if self.grads == "reduced" and kind.about_ranks:
             return "gradients come averaged: all ranks are given the same"
@@ -204,8 +204,8 @@ class ForeignCase(NamedTuple):
 class ForeignResult:
     """The findings of a case; None: not checked, or no rank was left to check.
 
-    alone: the largest distance of a parameter from the single process, as a part of the way that it
-        went there.
+    alone: the largest distance of a parameter from the single process, relative to the distance by
+        which the parameter moved there.
     message: what went wrong first, with the parameter, step and rank.
     """
 
@@ -221,7 +221,7 @@ class ForeignResult:
 
 
 class RankReport(NamedTuple):
-    """One rank's run. digests: of every parameter after each step."""
+    """The run of one rank. digests: of every parameter after each step."""
 
     start: dict[str, Tensor]
     end: dict[str, Tensor]
@@ -267,12 +267,12 @@ class ForeignTraining:
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def values(self) -> dict[str, Tensor]:
-        """All parameters as whole tensors; collective for DTensors."""
+        """Return all parameters as whole tensors; collective for DTensors."""
         named = named_params(self.model)
         return {name: _whole(param.detach()).clone() for name, param in named.items()}
 
     def absent(self, step: int) -> set[str]:
-        """The parameters for which no rank has a gradient in a step."""
+        """Return the parameters for which no rank has a gradient in a step."""
         return named_params(self._plain).keys() - self._means(step).keys()
 
     def step(self, number: int) -> None:
@@ -301,9 +301,9 @@ class ForeignTraining:
         return _difference(_unpacked(saved), _unpacked(self._saved())) or ""
 
     def _saved(self) -> bytes:
-        """The state dict through a file: each rank's own, or rank 0's if that is complete.
+        """Return the state dict through a file: each rank's own, or rank 0's if that is complete.
 
-        The latter is the way of ZeroRedundancyOptimizer. Collective.
+        ZeroRedundancyOptimizer saves on rank 0 alone. Collective.
         """
         consolidate = getattr(self.optimizer, "consolidate_state_dict", None)
         if any(isinstance(param, DTensor) for param in named_params(self.model).values()):
@@ -363,7 +363,7 @@ def _unpacked(saved: bytes) -> Any:
 
 
 def _difference(one: Any, other: Any, place: str = "") -> str | None:
-    """The first place at which two nested state dicts are not equal."""
+    """Return the first place at which two nested state dicts are not equal."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if one.keys() != other.keys():
             lacking = sorted(map(str, one.keys() ^ other.keys()))
@@ -488,7 +488,7 @@ def run_case(
 
 
 class _CaseFailedError(Exception):
-    """Some ranks of a case failed."""
+    """An error of some ranks of a case."""
 
     def __init__(self, status: Status, said: str) -> None:
         super().__init__(said)
@@ -516,7 +516,7 @@ ERROR = re.compile(r"^[\w.]+(Error|Exception|Warning|Interrupt): ")
 
 
 def _error_of(report: str) -> str:
-    """The line of a traceback that names its error."""
+    """Return the line of a traceback that names its error."""
     lines = report.strip().splitlines()
     return next((line for line in reversed(lines) if ERROR.match(line)), lines[-1])[:300]
 
@@ -563,7 +563,7 @@ def _judged(
 
 
 def _farthest(found: RankReport, alone: RankReport) -> tuple[str, float]:
-    """The parameter farthest from the single process, with its relative distance."""
+    """Return the parameter farthest from the single process, with its relative distance."""
     worst = "", 0.0
     for name, value in alone.end.items():
         way = float((value.double() - alone.start[name].double()).norm())

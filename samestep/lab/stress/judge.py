@@ -1,7 +1,7 @@
 """Compares replicas with each other, and a layout with the reference and with another layout.
 
-First what every layout is held against, the reference's run of a scenario; then pure functions of
-samples. A check that fails gives a finding; the checks are
+The module has the reference's run of a scenario, with which every layout is compared, and pure
+functions of samples. A check that fails gives a finding; the checks are
 
     replicas    parameters and state that every rank has must be the same, bit for bit
     reference   parameters near those of the float64 reference
@@ -71,7 +71,7 @@ def expected_run(
 ) -> Expected:
     """Run a scenario in float64, with the gradients of all ranks at the reference's parameters.
 
-    It goes on until the last step after which a sample is due.
+    The run goes on until the last step after which a sample is due.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in ranks; more would only slow down what is so small
@@ -194,7 +194,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Distance:
-    """Largest absolute differences per family of parameters (None: no such family) and of state."""
+    """Largest absolute differences of parameters by family (None: no such family) and of state."""
 
     adam: float | None = None
     mu_a: float | None = None
@@ -313,13 +313,13 @@ class Judge:
 
     @property
     def worst(self) -> float:
-        """The largest difference so far between ranks and between layouts."""
+        """Return the largest difference so far between ranks and between layouts."""
         found = [verdict.replicas.largest for verdict in self.verdicts]
         found += [each.layouts.largest for each in self.verdicts if each.layouts is not None]
         return max(found, default=0.0)
 
     def status(self) -> str:
-        """`failed`, `exact`, or `within_tolerance`: not zero where zero is possible."""
+        """Return `failed`, `exact`, or `within_tolerance` (differences where zero is possible)."""
         if self.findings:
             return "failed"
         return "exact" if self.worst == 0.0 else "within_tolerance"
@@ -371,7 +371,7 @@ class Judge:
 def _beyond_limits(
     distance: Distance | None, limits: Mapping[str, float] | None = None
 ) -> Iterator[tuple[str, float, float]]:
-    """Distances that exceed their limit or are not a number, in words."""
+    """Yield (name, distance, limit) of distances that exceed their limit or are not a number."""
     for family, limit in {**(limits or LIMITS), "state": STATE_LIMIT}.items():
         away = getattr(distance, family, None)
         if away is not None and not away <= limit:
@@ -379,12 +379,12 @@ def _beyond_limits(
 
 
 def fingerprint(ranks: Sequence[Sample]) -> str:
-    """Digest of parameters and state; several digests if ranks hold different bits."""
+    """Return a digest of parameters and state; several digests if ranks hold different bits."""
     return " ".join(sorted({_digest(sample) for sample in ranks}))
 
 
 def _digest(sample: Sample) -> str:
-    """A digest of names, keys, dtypes, shapes and bits; 0.0 and -0.0 differ."""
+    """Return a digest of names, keys, dtypes, shapes and bits; 0.0 and -0.0 differ."""
     digest = hashlib.blake2b(digest_size=8)
     for name, entries in sorted({"": sample.params, **sample.state}.items()):
         for key, value in sorted(entries.items()):
@@ -395,9 +395,9 @@ def _digest(sample: Sample) -> str:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference; 0 for the same values, infinite for NaN against a number.
+    """Return the largest absolute difference: 0 for equal values, infinite for NaN and a number.
 
-    Another shape is infinitely far away, too.
+    Tensors of different shapes are infinitely far apart, too.
     """
     if one.shape != other.shape:
         return float("inf")
@@ -411,7 +411,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def _state_distance(one: Sample, other: Sample, relative: bool) -> float:
-    """Largest difference of state; `relative`: divided by its size where that is above 1."""
+    """Return the largest difference of state; `relative`: divided by its size if above 1."""
     worst = 0.0
     for name in one.state.keys() | other.state.keys():
         mine, theirs = one.state.get(name), other.state.get(name)

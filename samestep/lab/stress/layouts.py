@@ -44,11 +44,11 @@ class Layout:
 
     @property
     def kind(self) -> str:
-        """The kind of parameters that this layout tests; it may have others beside them."""
+        """Return the kind of parameters that this layout tests; it may have others beside them."""
         return KIND_OF[self.parameters]
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
-        """Why a scenario cannot run in this layout on a number of ranks; None if it can."""
+        """Return why a scenario cannot run in this layout on a number of ranks; None if it can."""
         odd = world < 4 or world % 2
         if self.parameters == "hsdp" and odd:
             return "two copies of a sharded model need an even number of ranks, four or more"
@@ -70,14 +70,14 @@ class Layout:
         return None
 
     def mesh_sizes(self, world: int) -> dict[str, int]:
-        """The degrees of "copies", by axis. Axes that would leave no copies have one rank."""
+        """Return the degrees of "copies" by axis; axes that would leave no copies have one rank."""
         inner, size = dict(self.mesh), prod(self.mesh.values())
         if world % size or (world == size and len(inner) == 1):
             inner, size = dict.fromkeys(inner, 1), 1
         return {"data": world // size, **inner}
 
     def _reason_against_program(self, scenario: "type[Scenario]", world: int) -> str | None:
-        """Why a scenario cannot run in one XLA program, which is equal for all devices."""
+        """Return why a scenario cannot run in one XLA program, which is equal for all devices."""
         if self.mesh and world % 2:
             return "parts need an even number of devices"
         if scenario.starts_differ:

@@ -52,10 +52,10 @@ LEARNING_RATE = 1e-3
 class Case:
     """A layout that is compared with one process.
 
-    sequences: Per step, of all ranks together.
-    steps: That are compared with one process.
-    more: Steps afterwards, before copies are compared.
-    shares: Without FSDP2: how the optimizer shares copies, in keywords.
+    sequences: Sequences per step, of all ranks together.
+    steps: Steps that are compared with one process.
+    more: Further steps, after which copies are compared.
+    shares: Keywords by which the optimizer averages copies, without FSDP2.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def max_grad_norm(self) -> float:
-        """A limit below all norms, so that gradients are clipped in every step."""
+        """Return a limit below all norms, so that gradients are clipped in every step."""
         return 0.001 if self.lora else 0.1
 
 
@@ -138,7 +138,7 @@ class Outcome:
 
 
 def tokens_of(case: Case, step: int) -> Tensor:
-    """The sequences of a step, (sequences, context + 1)."""
+    """Return the sequences of a step, (sequences, context + 1)."""
     return noisy_tokens(case.model, case.sequences, 1000 * case.seed + step)
 
 
@@ -165,7 +165,7 @@ def adapt(model: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def reference(case: Case) -> Reference:
-    """Train in this process alone."""
+    """Train in this process alone, and return what the layouts are compared with."""
     start = new_model(case)
     model = copy.deepcopy(start)
     if case.lora:
@@ -194,7 +194,7 @@ def reference(case: Case) -> Reference:
 
 
 def _parts(case: Case, tokens: Tensor) -> list[Tensor]:
-    """Sequences whose tokens share a router's balance loss: in a pipeline, one micro-batch."""
+    """Split sequences into parts that share a router's balance loss: a pipeline's micro-batches."""
     degrees = Degrees(case.ranks, **case.mesh)
     if degrees.pp == 1 or not case.model.balance_loss:
         return [tokens]
@@ -259,7 +259,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
 
 
 def _gradients(stack: Stack, optimizer: samestep.MuonAdamW) -> Iterator[tuple[str, Tensor | None]]:
-    """Whole gradients, after FSDP2, tensor parallel and the averaging of copies."""
+    """Yield whole gradients by name, after FSDP2, tensor parallel and the averaging of copies."""
     if stack.fsdp:
         combine_gradients(stack.model.parameters())
     for name, param in stack.model.named_parameters():
@@ -268,7 +268,7 @@ def _gradients(stack: Stack, optimizer: samestep.MuonAdamW) -> Iterator[tuple[st
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Largest difference of two whole tensors; collective for a DTensor."""
+    """Return the largest difference of two whole tensors; collective for a DTensor."""
     whole = found.full_tensor() if isinstance(found, DTensor) else found
     return float((whole - expected).abs().max())
 

@@ -14,10 +14,10 @@ _places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
 
 
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the name they have without wrappers, as in the optimizer's groups.
+    """Return parameters by the name they have without wrappers, as in the optimizer's groups.
 
-    They are asked for several times a step, so a model is walked through once: it may replace its
-    parameters (FSDP2 does), but not get further ones.
+    Names are asked for several times a step, so a model is walked through only once: the model may
+    replace its parameters (FSDP2 does), but not get further ones.
     """
     places = _places.get(model)
     if places is None:
@@ -33,7 +33,7 @@ def _place(model: nn.Module, name: str) -> tuple[str, nn.Module, str]:
 
 
 class Matrices(nn.Module):
-    """Bare parameters by name; no forward, since the scenario gives the gradients."""
+    """A model of bare parameters by name; no forward, since the scenario gives the gradients."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Matrices(nn.Module):
 
 
 def tiny() -> nn.Module:
-    """The model of the receipt: one AdamW parameter, Muon parameters in groups a and b.
+    """Return the model of the receipt: one AdamW parameter, Muon parameters in groups a and b.
 
     Sizes divide no world size, so that shards are uneven.
     """
@@ -71,7 +71,7 @@ class Layer(nn.Module):
         self.recycle = nn.Parameter(torch.ones(2 * width))
 
     def forward(self, x: Tensor, recycled: bool = False) -> Tensor:
-        """(batch, length, width) -> the same shape."""
+        """Map (batch, length, width) to the same shape."""
         query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
         x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value))
         hidden = self.up(x).relu()
@@ -98,7 +98,7 @@ class GPT(nn.Module):
         recycled: bool = False,
         second: bool = False,
     ) -> Tensor:
-        """(batch, length) -> the loss: (). `skipped` layers and unused parts get no gradient."""
+        """Return the loss of (batch, length); `skipped` layers and unused parts get no gradient."""
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
             x = self.leave_out(layer, x) if number in skipped else layer(x, recycled)
@@ -111,7 +111,7 @@ def gpt() -> nn.Module:
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and experts as separate modules; one without tokens has no gradient."""
+    """A router and experts as separate modules; an expert without tokens has no gradient."""
 
     def __init__(self, vocabulary: int = 24, width: int = 12, experts: int = 4) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(tokens,) -> the loss: (). A token goes to the expert of its number."""
+        """Return the loss of tokens (tokens,); a token goes to the expert of its number."""
         x = self.embedding(tokens)
         weights = self.router(x).softmax(-1)
         chosen = tokens % len(self.experts)

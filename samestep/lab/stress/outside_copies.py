@@ -64,7 +64,7 @@ class OutsideCopies:
         return bool(self._kinds)
 
     def drifts(self) -> list[Drift]:
-        """Differences between copies, equal on every rank; collective, and the host waits."""
+        """Return differences of copies, equal on every rank; collective, and the host waits."""
         sums = {key: checksums([p.local for p in parts]) for key, parts in self._kinds.items()}
         own = [value for key, numbers in sums.items() for value in (key, int(checksum(numbers)))]
         self._device = next(iter(self._kinds.values()))[0].local.device
@@ -105,7 +105,7 @@ class OutsideCopies:
     def _drift(
         self, entry: Sequence[Any], places: Sequence[int], part: Tensor | None
     ) -> list[Drift]:
-        """Differences of one DTensor; every rank receives all copies of its parts."""
+        """Return differences of one DTensor; every rank receives all copies of its parts."""
         kind, name, dtype_name, shape, _ = entry
         dtype: torch.dtype = getattr(torch, dtype_name)
         mine = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -124,7 +124,7 @@ class OutsideCopies:
 
 
 def _place(tensor: DTensor) -> str:
-    """How a DTensor is sharded and which shard this rank holds; equal for copies."""
+    """Return how a DTensor is sharded and which shard this rank holds; equal for copies."""
     mesh, placements = tensor.device_mesh, tensor.placements
     pairs = zip(place_here(mesh), placements, strict=True)
     cut = [at for at, placement in pairs if not placement.is_replicate()]

@@ -1,8 +1,8 @@
 """Stores the finished cases of a run in a file, from which `--continue` resumes.
 
-The first line of `progress.jsonl` has all that was known when its last stretch began; a line is
-added whenever a case ends. One that was cut short is the last, and counts for nothing. The file
-goes once the receipt of all cases is there.
+The first line of `progress.jsonl` has all that was known when the last stretch of the run began; a
+line is added whenever a case ends. A line that was cut short is the last one, and is ignored. The
+file is deleted once the receipt of all cases is written.
 """
 
 import fcntl
@@ -41,9 +41,9 @@ Key = tuple[str, str]  # scenario and layout: they name a case of a run
 class Progress:
     """The finished cases of a run, and the stretches in which it ran.
 
-    asked, ran: these parts of the receipt.
-    on_disk: whether others may go on with it.
-    finished: there is a receipt of all cases.
+    asked, ran: the parts of the receipt with these names.
+    on_disk: whether later runs may go on with this one.
+    finished: whether there is a receipt of all cases.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Progress:
     _file: FileIO | None = None
 
     def left(self, alike: Sequence[Case]) -> list[Case]:
-        """Cases of a scenario that have not finished.
+        """Return the cases of a scenario that have not finished.
 
         If some have ended before, the one that others are compared with runs again.
         """
@@ -153,7 +153,7 @@ def go_on(now: Progress, say: Callable[[str], None]) -> Progress:
     """Load the unfinished run of the same request from the folder, if there is one.
 
     Raises:
-        BadRequestError: If it has an unfinished one that differs.
+        BadRequestError: If the folder has an unfinished run of another request.
     """
     earlier = _earlier(now.folder)
     if earlier is None:
@@ -235,7 +235,7 @@ def _of_receipt(folder: Path, receipt: Mapping[str, Any]) -> Progress:
 
 
 def _contradicted(before: Entry, again: Entry) -> Entry:
-    """A case that ran again with another result."""
+    """Return the entry of a case that ran again with another result."""
     pairs = zip(before["samples"], again["samples"], strict=False)
     common = [new["step"] for old, new in pairs if old != new]
     finding = {

@@ -106,9 +106,9 @@ class Case:
     also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
 
     def due(self, scenario: Scenario) -> set[int]:
-        """Whether a sample is taken after a step: at fixed intervals and at the end.
+        """Return the steps after which a sample is taken: at fixed intervals and the last.
 
-        Of a closed loop also where it is last held against the reference.
+        A closed loop also has a sample at the last step that is compared with the reference.
         """
         known = {*range(self.sample_every, self.steps + 1, self.sample_every), *self.also_after}
         last = {min(self.steps, CLOSED_LOOP_STEPS)} if scenario.loop == "closed" else set()
@@ -134,7 +134,7 @@ class Work(NamedTuple):
 
     @property
     def due(self) -> set[int]:
-        """The steps after which a sample is taken."""
+        """Return the steps after which a sample is taken."""
         return self.case.due(self.scenario)
 
 
@@ -153,7 +153,7 @@ class Relay(NamedTuple):
         return training
 
     def before(self, step: int, training: Training, recorder: FlightRecorder) -> Training:
-        """The training for a step: the present one, or a new one that has loaded its state."""
+        """Return the training for a step: the present one, or a new one that loaded its state."""
         place = self.work.scenario.goes_on(step)
         if place is None or self.work.layout.one_process:
             return training
@@ -171,14 +171,14 @@ class Relay(NamedTuple):
         return new_training(self.work.scenario, layout, self.rank, **options)
 
     def _path(self, name: str) -> Path:
-        """The path of a checkpoint on rank 0: torchrun's ranks have folders of their own."""
+        """Return the path of a checkpoint on rank 0: ranks of torchrun have their own folders."""
         path, group = self.work.folder / name, dist.group.WORLD
         return path if group is None else gather_everywhere(path, group)[0]
 
     def _another_layout(self) -> Layout:
-        """Another layout to resume in, half the registry away, so that kinds of parameters change.
+        """Return another layout to resume in, half the registry away, so that kinds differ.
 
-        One that is not in it counts as its last.
+        A layout that is not in the registry counts as its last one.
         """
         scenario, own = self.work.scenario, self.work.layout
         family = LAYOUT_SETS["xla"] if own.parameters == "spmd" else LAYOUTS

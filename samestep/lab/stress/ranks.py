@@ -77,7 +77,7 @@ class Mailbox:
         self._reader = threading.Thread(target=self._read, daemon=True)
 
     def sender(self, rank: int, place: int) -> Callable[[Message], None]:
-        """The function by which a rank sends its samples of one piece of work."""
+        """Return the function by which a rank sends its samples of one case."""
 
         def send(message: Message) -> None:
             file = io.BytesIO()  # as bytes: tensors would travel as file descriptors
@@ -142,8 +142,8 @@ class Mailbox:
 class ForkedRanks:
     """Forked processes that run cases until one fails, and are then replaced.
 
-    As those of torchrun they run cases one after the other, and tell how each rank ended in each;
-    `aside` is what one process computes beside them, given their device.
+    Like ranks of torchrun, they run cases one after the other and report how each rank ended each
+    case. `aside` computes something on one process beside them, given their device.
     """
 
     least_limit = 120.0  # seconds that a case has
@@ -223,7 +223,7 @@ def in_own_process(
 
 
 def shared_gpu(rank: int) -> torch.device:
-    """A GPU for this process, which other ranks may use too."""
+    """Return a GPU for this process, which other ranks may use too."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -327,7 +327,7 @@ Ranks = ForkedRanks | TorchrunRanks
 class Pulse:
     """Heartbeats of every rank, which tell a rank that computes for long from one that is gone.
 
-    A rank is gone if it has given none for `patience` seconds.
+    A rank is gone if it has given no heartbeat for `patience` seconds.
     """
 
     def __init__(self, store: dist.Store, rank: int, patience: float) -> None:
@@ -389,13 +389,13 @@ class XlaDevices(ForkedRanks):
 
 
 def _send_all(senders: Sequence[Callable[[Message], None]], message: Message) -> None:
-    """Send the samples of all devices, one for each."""
+    """Send the samples of all devices, one to each sender."""
     for place, send in enumerate(senders):
         send(message if isinstance(message, Ending) else _of_device(message, place))
 
 
 def _of_device(sample: Sample, place: int) -> Sample:
-    """The values on one device, from tensors of shape (devices, ...)."""
+    """Return the sample of one device, from tensors of shape (devices, ...)."""
 
     def own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key: tensor[place].clone() for key, tensor in tensors.items()}

@@ -128,7 +128,7 @@ class Reference:
         self.groups.append(own)
 
     def set_param(self, name: str, value: Tensor) -> None:
-        """Set the value of a parameter; its state stays."""
+        """Set the value of a parameter; its state is unchanged."""
         refuse_other_shape(name, self._param(name), value)
         self.params[name] = in_float64(value)
 
@@ -182,7 +182,7 @@ class Reference:
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """A contiguous copy in float64 on the CPU."""
+    """Return a contiguous copy in float64 on the CPU."""
     copy = torch.empty(tensor.shape, dtype=torch.float64)
     return copy.copy_(tensor.detach())
 
@@ -202,7 +202,7 @@ def refuse_other_shape(name: str, param: Tensor, other: Tensor) -> None:
 def average(
     name: str, param: Tensor, of_ranks: Sequence[Tensor | None], divisor: float
 ) -> Tensor | None:
-    """Sum over ranks / divisor, None counting as zeros; None if no rank has a gradient."""
+    """Return sum over ranks / divisor, None counting as zeros; None if no rank has a gradient."""
     present = [grad for grad in of_ranks if grad is not None]
     if not present:
         return None
@@ -214,7 +214,7 @@ def average(
 
 
 def initial_state(name: str, param: Tensor, group: Options) -> State:
-    """State of zeros; the variance of Muon is 1-D, block after block."""
+    """Return state of zeros; the variance of Muon is 1-D, block after block."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64)
@@ -271,7 +271,7 @@ def adamw(name: str, param: Tensor, grad: Tensor, state: State, options: Options
 
 
 def muon(name: str, param: Tensor, grad: Tensor, state: State, options: Options) -> Updated:
-    """Momentum of the whole parameter, then each block by itself."""
+    """Update the momentum of the whole parameter, then each block by itself."""
     momentum, direction = accumulate(state["momentum_buffer"], grad, options)
     new_param, new_state = param.clone(), {"momentum_buffer": momentum}
     blocks = blocks_of(name, new_param, options)
@@ -288,7 +288,7 @@ def muon(name: str, param: Tensor, grad: Tensor, state: State, options: Options)
 
 
 def adamuon(name: str, param: Tensor, grad: Tensor, state: State, options: Options) -> Updated:
-    """AdaMuon per block: u = orthogonalized sign(m); v <- b2 v + (1 - b2) u^2.
+    """Take a step of AdaMuon per block: u = orthogonalized sign(m); v <- b2 v + (1 - b2) u^2.
 
     u / (sqrt(v) + eps) is brought to the norm sqrt(min(rows, cols)), and is then a direction like
     Muon's. Second moments lie block after block.
@@ -314,7 +314,7 @@ def adamuon(name: str, param: Tensor, grad: Tensor, state: State, options: Optio
 
 
 def blocks_of(name: str, tensor: Tensor, options: Options) -> list[tuple[Tensor, list[int]]]:
-    """Views (out, in) of a contiguous tensor of the parameter's shape, each with rows of a block.
+    """Return views (out, in) of a parameter's matrices, each with the rows of one block.
 
     2-D is one matrix, 3-D a stack of them, with `flatten` N-D is (out, all the rest), and with
     `transposed` each matrix is stored as (in, out). It is cut into its split_sizes.
@@ -333,7 +333,7 @@ def blocks_of(name: str, tensor: Tensor, options: Options) -> list[tuple[Tensor,
 
 
 def rows_of(split: Sequence[int] | str | None, rows: int) -> list[list[int]]:
-    """The rows of each block of a matrix that has so many."""
+    """Return the rows of each block of a matrix that has so many."""
     if split is None:
         return [list(range(rows))]
     groups = 1
@@ -362,7 +362,7 @@ def rows_of(split: Sequence[int] | str | None, rows: int) -> list[list[int]]:
 
 
 def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | str | None:
-    """The split sizes of one parameter: of its group, or of the one pattern that matches."""
+    """Return the split sizes of one parameter: of its group, or of the one pattern that matches."""
     patterns = split_sizes if isinstance(split_sizes, Mapping) else {name: split_sizes}
     found = [sizes for key, sizes in patterns.items() if name == key or fnmatchcase(name, key)]
     if len(found) > 1:
@@ -371,7 +371,7 @@ def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | str | None:
 
 
 def accumulate(momentum: Tensor, grad: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """The new momentum, and the direction that it or Nesterov's look-ahead gives.
+    """Return the new momentum, and the direction that it or Nesterov's look-ahead gives.
 
     ema: m <- mu m + (1 - mu) g, ahead (1 - mu) g + mu m.   sum: m <- mu m + g, ahead g + mu m.
     """
@@ -382,7 +382,7 @@ def accumulate(momentum: Tensor, grad: Tensor, options: Options) -> tuple[Tensor
 
 
 def orthogonal_direction(matrix: Tensor, options: Options) -> Tensor:
-    """[equilibrate] -> orthogonalize -> [renormalize], of one block. (rows, cols)."""
+    """Return the direction of a block (rows, cols): [equilibrate], orthogonalize, [renormalize]."""
     rows, cols = matrix.shape
     if options["equilibrate"]:  # every row gets the norm ||X|| / sqrt(rows)
         row_norms = matrix.square().sum(dim=1, keepdim=True).sqrt()
@@ -394,7 +394,7 @@ def orthogonal_direction(matrix: Tensor, options: Options) -> Tensor:
 
 
 def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
-    """U p(s / size) V^T of U s V^T, p being a s + b s^3 + c s^5 step after step. (rows, cols)."""
+    """Return U p(s / size) V^T of U s V^T (rows, cols); p is a s + b s^3 + c s^5, step by step."""
     method, eps = options["orthogonalize"], float(options["eps"])
     factor = NORM_FACTORS.get(method, 1.0) if options["norm_factor"] is None else None
     size = (options["norm_factor"] if factor is None else factor) * norm(matrix)
@@ -415,7 +415,7 @@ def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
 
 
 def started(matrix: Tensor, start: str) -> Tensor:
-    """A block scaled by a bound of its largest singular value, by the method `ns_start`.
+    """Scale a block by a bound of its largest singular value, by the method `ns_start`.
 
     gram: by N^2 over the least of two bounds of the largest eigenvalue of X X^T, X the block or its
     transpose, whichever is wide: the largest sum of sizes in a row, and its norm.
@@ -433,7 +433,7 @@ def started(matrix: Tensor, start: str) -> Tensor:
 
 
 def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
-    """One (a, b, c) per step: a long table is cut, the last entry of a short one repeated.
+    """Return one (a, b, c) per step: a long table is cut, the last of a short one repeated.
 
     Without a number of steps as many as the table has; of a single triple five.
     """
@@ -446,7 +446,7 @@ def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
 
 
 def variance_counts(blocks: Sequence[tuple[Tensor, list[int]]], options: Options) -> list[int]:
-    """The number of variances of each block: one per row, or per column if it is wide."""
+    """Return the number of variances of each block: one per row, or per column if it is wide."""
     if options["variance_axis"] == "rows":
         return [len(rows) for _, rows in blocks]
     return [max(len(rows), matrix.shape[1]) for matrix, rows in blocks]
@@ -472,9 +472,9 @@ def reduce_variance_(update: Tensor, variance: Tensor, options: Options) -> Tens
 
 
 def new_block(block: Tensor, update: Tensor, options: Options) -> Tensor:
-    """p - decay p - lr' u, with the learning rate for the block's shape.
+    """Return p - decay p - lr' u, with the learning rate for the block's shape.
 
-    cautious: decay only where u p >= 0.
+    With cautious, decay applies only where u p >= 0.
     """
     rows, cols = block.shape
     factor = {

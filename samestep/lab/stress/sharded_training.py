@@ -55,7 +55,7 @@ from samestep.parallel.stack import Stack
 
 
 class HostsTraining(Training):
-    """Sums in two levels, whose groups have some ranks each."""
+    """A training that sums in two levels, over process groups of some ranks each."""
 
     def _new_model(self) -> nn.Module:
         self._logs = getattr(self, "_logs", None) or GroupLogs()
@@ -66,7 +66,7 @@ class HostsTraining(Training):
 
 
 class FSDPTraining(DTensorTraining):
-    """Real backward passes through a module that FSDP2 shards."""
+    """A training with real backward passes through a module that FSDP2 shards."""
 
     def _new_model(self) -> nn.Module:
         model = super()._new_model()
@@ -110,7 +110,7 @@ class FSDPTraining(DTensorTraining):
 
 
 class Loss(nn.Module):
-    """The scenario's model, with the scenario's loss as forward."""
+    """A module with the scenario's model, and the scenario's loss as forward."""
 
     def __init__(self, scenario: Scenario, model: nn.Module, rank: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Loss(nn.Module):
             model.leave_out = skip
 
     def forward(self, step: int, micro: int) -> Tensor:
-        """(). Of a rank without a loss a zero, whose backward reaches all layers."""
+        """Return the loss, (); on a rank without one a zero, whose backward reaches all layers."""
         loss = self._scenario.loss(self.model, step, self._rank, micro)
         if loss is not None:
             return loss
@@ -162,10 +162,10 @@ class FSDPAlone(FSDPTraining):
 
 
 class TwoOptimizers(Training):
-    """Two optimizers on one model, which both reduce inside its backward, tried on a copy of it.
+    """Begins with two optimizers on a copy of the model, which both reduce in its backward.
 
-    They launch in their steps, in one order, and all ranks end with the same values. Then one
-    optimizer has all parameters.
+    Both launch collectives in their steps, in one order, and all ranks end with the same values.
+    Then one optimizer has all parameters.
     """
 
     STEPS = 8  # ranks lack gradients of all kinds meanwhile
@@ -198,7 +198,7 @@ class TwoOptimizers(Training):
 
 
 class HybridTraining(DTensorTraining):
-    """Real backward passes through a model that is cut over every axis that was asked for."""
+    """A training with real backward passes through a model cut over every axis asked for."""
 
     def _new_model(self) -> nn.Module:
         self._logs = GroupLogs()
@@ -240,7 +240,7 @@ class HybridTraining(DTensorTraining):
         self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def parameters(self) -> dict[str, Tensor]:
-        """The values of all stages; raises if copies differ."""
+        """Return the values of all stages; raises if copies differ."""
         check_replicas(self.model)
         return self._of_all_stages(super().parameters())
 
@@ -248,7 +248,7 @@ class HybridTraining(DTensorTraining):
         return self._of_all_stages(super().state())
 
     def fingerprint(self) -> str:
-        """A digest of all ranks' plans: optimizers compare each with those who share it."""
+        """Return a digest of all ranks' plans: optimizers compare each with those who share it."""
         return self._fingerprint
 
     def _of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Training:
             return samestep.MuonAdamW(self.model, **options)
 
     def _products(self) -> dict[str, Any]:
-        """Options of a GPU, on which Muon's usual 16 bits are far from any reference."""
+        """Return options for a GPU, on which Muon's usual 16 bits are far from any reference."""
         if self._device.type != "cuda":
             return {}
         of_blocks = {} if self.layout.parameters == "plain" else {"block_dtype": torch.float32}
@@ -98,12 +98,12 @@ class Training:
         self.optimizer.zero_grad()
 
     def parameters(self) -> dict[str, Tensor]:
-        """All parameters by name, on the host. Collective where ranks hold parts."""
+        """Return all parameters by name, on the host. Collective where ranks hold parts."""
         self.optimizer.wait_for_parameters()
         return {name: param.detach().cpu().clone() for name, param in self._named.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """All of the optimizer's state by name, whole; a scale is state, too. Collective."""
+        """Return all optimizer state by name, whole, with the scale of a GradScaler. Collective."""
         found = self.optimizer.whole_state()
         if self.scenario.scales:
             scale = self._scaler.get_scale()
@@ -111,18 +111,18 @@ class Training:
         return found
 
     def program(self) -> dict[str, int]:
-        """The counts of XLA's program, if there is one."""
+        """Return the counts of XLA's program, if there is one."""
         return {}
 
     def take_over(self, other: "Training") -> None:
-        """Go on with what was counted of a run whose checkpoint was loaded."""
+        """Take over the counts of a run whose checkpoint was loaded."""
 
     def log(self, recorder: FlightRecorder) -> tuple[int, str]:
-        """The number of collectives, and a digest that all ranks must share. Collective."""
+        """Return the number of collectives, and a digest that all ranks must share. Collective."""
         return recorder.count, recorder.digest
 
     def fingerprint(self) -> str:
-        """A digest of the plan, which all ranks must share."""
+        """Return a digest of the plan, which all ranks must share."""
         return self.optimizer.fingerprint()
 
     def _make_gradients(self, number: int) -> None:
@@ -160,7 +160,7 @@ class Training:
                 self._resume()
 
     def _train(self, wanted: Mapping[str, bool]) -> None:
-        """Also the parameters of a twin, where there is one to say which gradients there are."""
+        """Set requires_grad by name, also in the twin model where there is one."""
         for model in (self.model, getattr(self, "_twin", self.model)):
             for name, trained in wanted.items():
                 named_params(model)[name].requires_grad_(trained)
@@ -176,7 +176,7 @@ class Training:
 
     @torch.no_grad()
     def _resume(self) -> None:
-        """Through bytes, as through a file, into a new model and a new optimizer."""
+        """Save to bytes, as to a file, and load into a new model and a new optimizer."""
         self.optimizer.wait_for_parameters()
         values = {name: local_part(param) for name, param in self._named.items()}
         file = io.BytesIO()
@@ -189,7 +189,7 @@ class Training:
         self.optimizer.load_state_dict(saved["opt"])
 
     def _start_anew(self) -> None:
-        """A new model, and a new optimizer with the groups of the old one."""
+        """Make a new model, and a new optimizer with the groups of the old one."""
         trained = {name: param.requires_grad for name, param in self._named.items()}
         self.model = self._new_model()
         self.optimizer = self._new_optimizer()
@@ -199,13 +199,13 @@ class Training:
 
 
 def local_part(param: Tensor) -> Tensor:
-    """The local part of a parameter, to read and write."""
+    """Return the local part of a parameter, to read and write."""
     local: Tensor = param.to_local() if isinstance(param, DTensor) else param
     return local.detach()
 
 
 def rank_gradients(scenario: Scenario, model: nn.Module, step: int, rank: int) -> list[Gradients]:
-    """The gradients of a rank, one entry for each time that they are reduced."""
+    """Return the gradients of a rank, one entry for each time that they are reduced."""
     rounds = []
     count = scenario.micro_batches(step)
     sums: Gradients = {}
@@ -235,7 +235,7 @@ def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro
 
 
 def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> Gradients:
-    """The mean over all ranks, added in rank order in fp32; only what any rank has."""
+    """Return the mean over all ranks, added in rank order in fp32; only what any rank has."""
     by_rank = [rank_gradients(scenario, model, step, rank) for rank in range(scenario.world)]
     params, sums = named_params(model), Gradients()
     present = sorted({name for rounds in by_rank for grads in rounds for name in grads})
@@ -252,7 +252,7 @@ def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> Gradients
 
 @contextmanager
 def without_onednn() -> Iterator[None]:
-    """On aarch64 it takes 0.6 ms for a linear layer as small as those of the harness, not 0.02."""
+    """Disable oneDNN, which on aarch64 takes 0.6 ms for a small linear layer instead of 0.02."""
     before, *_ = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     try:
         yield

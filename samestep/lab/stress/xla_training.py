@@ -1,4 +1,4 @@
-"""Training in one program for several XLA devices, and what is counted of that program.
+"""Trains in one program for several XLA devices, and counts what that program does.
 
 Every device stands for a rank: it is given the gradients that this rank would have, the program
 averages them, and devices hold parameters as the layout says (data: whole, with state in parts;
@@ -28,7 +28,7 @@ from samestep.xla.tiling import Tiling, annotate, lay
 
 @dataclass
 class ProgramLog:
-    """The counts of what a run has asked of XLA inside its steps.
+    """The counts of programs and reads that a run has caused inside its steps.
 
     kinds: steps that may differ: in which layout, which parameters are present in which groups, and
         which of them for the first time: counts begin, and equal zeros are one input to XLA.
@@ -47,7 +47,7 @@ class XlaTraining(Training):
         super().__init__(*args, **options)
 
     def take_over(self, other: Training) -> None:
-        """Go on with the counts of a run whose checkpoint was loaded."""
+        """Take over the counts of a run whose checkpoint was loaded."""
         assert isinstance(other, XlaTraining)
         self.log_of_program = other.log_of_program
 
@@ -62,7 +62,7 @@ class XlaTraining(Training):
         return model
 
     def _tiling(self, place: int, param: Tensor) -> Tiling | None:
-        """The cut of a parameter; None: there is none."""
+        """Return the cut of a parameter; None if it is not cut."""
         devices = tuple(range(self.scenario.world))
         if self.layout.mesh.get("fsdp"):
             return Tiling((1,) * param.ndim, devices).of_first_dim(param.ndim)
@@ -79,7 +79,7 @@ class XlaTraining(Training):
         return optimizer
 
     def step(self, number: int) -> None:
-        """One step of the scenario; of its events nothing is counted."""
+        """Take one step of the scenario; programs and reads of its events are not counted."""
         for event in self.scenario.events(number):
             self._apply(event)
         runtime.sync()
@@ -102,7 +102,7 @@ class XlaTraining(Training):
         runtime.sync()
 
     def _kind(self) -> object:
-        """The facts that may make the program of a step another one."""
+        """Return the facts that can change the program of a step."""
         present = []
         for group in self.optimizer.param_groups:
             pairs = zip(group["param_names"], group["params"], strict=True)
@@ -112,7 +112,7 @@ class XlaTraining(Training):
         return (self.layout.name, tuple(present))
 
     def _make_gradients(self, number: int) -> None:
-        """Each device is given its rank's, and the program takes the mean.
+        """Give each device its rank's gradients, of which the program takes the mean.
 
         A rank without a gradient that another one has gives zeros.
         """
@@ -138,19 +138,19 @@ class XlaTraining(Training):
         param.copy_(value.to(self._device))
 
     def _resume(self) -> None:
-        """Through the host, into a new model and a new optimizer."""
+        """Save to the host, and load into a new model and a new optimizer."""
         model, state = _on_host(self.model.state_dict()), _on_host(self.optimizer.state_dict())
         self._start_anew()
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(state)
 
     def parameters(self) -> dict[str, Tensor]:
-        """All parameters by name, (devices, ...): as each device sees them."""
+        """Return all parameters by name, (devices, ...): as each device sees them."""
         runtime.sync()
         return {name: torch.stack(runtime.seen_by(p)) for name, p in self._named.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """All of the optimizer's state by name, (devices, ...)."""
+        """Return all optimizer state by name, (devices, ...)."""
         return {
             name: {
                 key: torch.stack(runtime.seen_by(tensor))
@@ -161,7 +161,7 @@ class XlaTraining(Training):
         }
 
     def program(self) -> dict[str, int]:
-        """Counts of the run so far, and bytes of state: of the fullest device, and an even part.
+        """Return counts of the run, and bytes of state: of the fullest device, and an even part.
 
         Even is what every device has if nothing is padded: a part of all state that is shared, and
         all of what is not: small parameters', and what belongs to whole blocks.
@@ -186,12 +186,12 @@ class XlaTraining(Training):
         }
 
     def _even_elements(self, param: Tensor) -> float:
-        """The share of a parameter's state on a device if nothing is padded."""
+        """Return how many elements of a parameter a device has state of, if nothing is padded."""
         return param.numel() / self.scenario.world
 
 
 class XlaHybridTraining(XlaTraining):
-    """Forward and backward of a model that a plan has laid over the axes of a mesh.
+    """A training of a model that a plan has laid over the axes of a mesh, by its own forward.
 
     The program is given what all ranks would read, and takes the mean over all of it.
     """
@@ -218,19 +218,19 @@ class XlaHybridTraining(XlaTraining):
         self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def _even_elements(self, param: Tensor) -> float:
-        """The tiling by the plan: there are fewer experts than devices that share them."""
+        """Return the elements by the plan's tiling: there can be fewer experts than devices."""
         tiling = self._stack.mesh.tiling(self._stack.specs[self._names[param]])
         parts = tiling.without_copies(param.shape).tiles
         return prod(ceil(size / cuts) for size, cuts in zip(param.shape, parts, strict=True))
 
     def parameters(self) -> dict[str, Tensor]:
-        """The parts as each device sees them; raises if one lies otherwise than the plan says."""
+        """Return the parts as each device sees them; raises if one lies otherwise than planned."""
         self._stack.check()
         return super().parameters()
 
 
 def _on_host(value: Any) -> Any:
-    """The values with tensors on the host."""
+    """Return a nested value with its tensors on the host."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, dict):

@@ -30,7 +30,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamWTensors:
     """Contiguous parameters of one device and their state, whose dtypes are alike.
 
-    `origins` where some of the state is rounded at random: then the same state of all of them.
+    `origins` is given if state is rounded at random; all tensors then round the same state.
     """
 
     def __init__(

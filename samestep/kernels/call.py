@@ -1,6 +1,6 @@
 """The arguments of launches: tables of addresses, the step, and how tiles are cut.
 
-With a table of addresses one launch works on many tensors where they lie.
+With a table of addresses one launch works on many tensors in place.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,9 +36,10 @@ T = TypeVar("T")
 
 
 def tiled(codes: int = 0, *, turned: bool = True) -> dict[str, Any]:
-    """The constants of a launch on tiles: as high as wide, where some are read or written turned.
+    """Return the constants of a launch on tiles; they are square if `turned`, else wide.
 
-    `codes`: how many share a scale; a tile has whole rows of them.
+    `turned`: some tiles are read or written transposed.
+    `codes`: how many 8-bit codes share a scale, which is the width of a tile; 0: no codes.
     """
     rows, cols, warps, registers = TILE, TILE, 8, {}
     if codes:
@@ -51,13 +52,13 @@ def tiled(codes: int = 0, *, turned: bool = True) -> dict[str, Any]:
 
 
 def tiles(rows: int, cols: int, cut: Mapping[str, Any]) -> int:
-    """The number of tiles of a matrix."""
+    """Return the number of tiles that cover a matrix."""
     found: int = -(-rows // cut["ROWS"]) * -(-cols // cut["COLS"])
     return found
 
 
 class Step(NamedTuple):
-    """One step of a group."""
+    """The numbers and options of one optimizer step of a parameter group."""
 
     scalars: Mapping[str, Tensor]
     options: Options
@@ -67,7 +68,7 @@ class Step(NamedTuple):
 
     @property
     def momentum(self) -> dict[str, Any]:
-        """The arguments about momentum of kernels that compute directions."""
+        """Return the momentum arguments of kernels that compute directions."""
         return {
             "mu": self.scalars["momentum"],
             "factor": self.factor,
@@ -87,10 +88,10 @@ class Gradients(NamedTuple):
 
 
 class AddressSource(Protocol):
-    """Let tables on the device get their addresses from slots while a graph is recorded."""
+    """A provider of address tables on the device while a CUDA graph is recorded."""
 
     def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
-        """(rows, columns), filled before the graph runs."""
+        """Return a table, (rows, columns), that is filled before the graph runs."""
         ...
 
 
@@ -99,7 +100,7 @@ _source: ContextVar[AddressSource | None] = ContextVar("addresses", default=None
 
 @contextmanager
 def addresses_from(source: AddressSource) -> Iterator[None]:
-    """Tables made inside have their addresses from a source."""
+    """Let every `Table` that is made inside the context take its addresses from `source`."""
     token = _source.set(source)
     try:
         yield
@@ -108,7 +109,7 @@ def addresses_from(source: AddressSource) -> Iterator[None]:
 
 
 class Table:
-    """A table of where tensors begin: rows of addresses on their device, (rows, tensors)."""
+    """A table of the addresses where tensors begin, (rows, tensors), on their device."""
 
     def __init__(self, rows: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = rows
@@ -135,11 +136,11 @@ class Table:
 
 
 class Origins:
-    """A table of where tensors lie in whole ones, and of seeds, for random rounding.
+    """A table of the places of shards in whole tensors, and of seeds, for random rounding.
 
-    (tensors, 4): the index of the first element, how long runs of neighbours are, from one such
-    run to the next (0: there is only one), and the seed. `places` tells kernels what they may leave
-    out: "near" has one run each, "runs" more, both without indices above 32 bits; "far" has all.
+    (tensors, 4): the index of the first element, the length of a run of neighbours, the stride from
+    one run to the next (0: there is only one), and the seed. `places` lets kernels leave work out:
+    "near": one run per tensor; "runs": several; both have 32-bit indices; "far": any indices.
     """
 
     def __init__(self, origins: Sequence[Origin], shapes: Sequence[Sequence[int]]) -> None:
@@ -156,22 +157,22 @@ class Origins:
         self.places = "far" if last > WORD else "runs" if several else "near"
 
     def on(self, device: torch.device) -> Tensor:
-        """The table."""
+        """Return the table on a device, (tensors, 4) int64."""
         return _known_origins(tuple(self.rows), device)
 
 
 def codes_per_scale(state: State, key: str) -> int:
-    """The number of codes that share a scale."""
+    """Return the number of 8-bit codes that share a scale."""
     return state[key].numel() // state[key + SCALE_SUFFIX].numel()
 
 
 def has_two_levels(origin: Origin, shape: Sequence[int]) -> bool:
-    """Whether kernels can tell where elements lie: in runs that are all equally far apart."""
+    """Whether a shard's elements form runs at one constant stride, as kernels require."""
     return _two_levels(origin, shape) is not None
 
 
 def _two_levels(origin: Origin, shape: Sequence[int]) -> tuple[int, int, int] | None:
-    """As `Origins` has them."""
+    """Return first index, run length and stride as in `Origins`; None: too many levels."""
     dims, run = levels(shape, origin.strides)
     if not dims:
         return origin.offset, run, 0
@@ -184,9 +185,9 @@ def _last_index(origin: Origin, shape: Sequence[int]) -> int:
 
 
 def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Record what a function launches as a graph; gives it and the result. Nothing runs yet.
+    """Record the launches of a function as a CUDA graph, without running them.
 
-    Not by `torch.cuda.graph`, which waits for the device first.
+    Return the graph and the function's result. `torch.cuda.graph` would wait for the device first.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -204,7 +205,7 @@ def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cud
 
 @lru_cache(maxsize=256)
 def chunk_table(sizes: tuple[int, ...], device: torch.device, chunk: int = CHUNK) -> Tensor:
-    """(chunks, 3): tensor, first element, size of the tensor; `chunk` elements or fewer each."""
+    """Return (tensor, first element, tensor size) per chunk of `chunk` elements, (chunks, 3)."""
     rows = [
         (number, first, size)
         for number, size in enumerate(sizes)
@@ -220,11 +221,11 @@ def _known_origins(rows: tuple[tuple[int, ...], ...], device: torch.device) -> T
 
 @lru_cache(maxsize=256)
 def _known_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """By the stream too: another one would have to wait for the copy."""
+    """Return a cached table per stream: another stream would have to wait for the copy."""
     return _on_device(rows, device)
 
 
 def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Whole numbers; nobody waits for them."""
+    """Copy whole numbers to the device as int64, without waiting for the copy."""
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)

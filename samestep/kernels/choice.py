@@ -1,6 +1,6 @@
-"""Whether kernels can be used, or why not; and how each symmetric product is computed.
+"""Choices of kernels: whether a device can use them, and how symmetric products are computed.
 
-The latter goes by its shape; `update.measure` settles it.
+The way of a product depends on its shape; `update.measure` settles it.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ settled: dict[Shape, Way] = {}  # of this process, for good: bits depend on it
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """The reason why no kernel runs on a device; None if they do."""
+    """Return the reason why no kernel runs on a device; None if kernels run."""
     if device.type != "cuda":
         return f"kernels are for CUDA, and the device is {device.type}"
     if os.environ.get(SWITCH, "1") == "0":
@@ -40,7 +40,7 @@ def missing(device: torch.device) -> str | None:
 
 @cache
 def missing_products(device: torch.device) -> str | None:
-    """The reason why symmetric products do not run on a device; None if they do."""
+    """Return the reason why symmetric products do not run on a device; None if they run."""
     reason = missing(device)
     if reason is None and torch.cuda.get_device_capability(device) < (9, 0):
         return "symmetric products read tiles as Hopper and newer do"
@@ -48,7 +48,7 @@ def missing_products(device: torch.device) -> str | None:
 
 
 def describe_kernels(device: torch.device) -> str:
-    """The kernels of a device, for the plan that ranks compare: they round unlike torch."""
+    """Describe a device's kernels for the plan that ranks compare: they round unlike torch."""
     reason = missing_products(device)
     if reason is not None:
         return f"without kernels: {reason}"
@@ -58,22 +58,22 @@ def describe_kernels(device: torch.device) -> str:
 
 
 def way_of(size: int, depth: int) -> Way:
-    """The settled way, or else the one that was best on an H200 (docs/dev/kernels.md)."""
+    """Return the settled way, or else the best one on an H200 (docs/dev/kernels.md)."""
     # Wide tiles feed the matrix units best, but lose more where they end: for long sums only.
     return settled.get((size, depth), "large" if size >= 1024 and depth >= 4096 else "small")
 
 
 def settled_line() -> str:
-    """All that was settled, for the plan that ranks compare."""
+    """Describe all settled ways of products, for the plan that ranks compare."""
     return "products " + ", ".join(f"{m}x{k} {way}" for (m, k), way in sorted(settled.items()))
 
 
 def products_of(rows: int, cols: int) -> tuple[Shape, Shape]:
-    """The symmetric products of a block: with its long side inside, and of its Gram matrices."""
+    """Return the shapes (m, k) of a block's symmetric products: of X X^T, of its Gram matrices."""
     short, long = sorted((padded(rows), padded(cols)))
     return (short, long), (short, short)
 
 
 def padded(size: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Return the next multiple of ALIGNMENT, in elements."""
     return -(-size // ALIGNMENT) * ALIGNMENT

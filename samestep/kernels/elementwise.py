@@ -1,4 +1,4 @@
-"""Triton kernels for what is done to every element: norm and AdamW; `muon_tiles` has Muon's.
+"""Triton kernels for elementwise work: norm and AdamW; `muon_tiles` has the kernels of Muon.
 
 Each works on many tensors in one launch, through tables of their addresses, and reads and writes
 every value once. Numbers that change from step to step are read from the device, so nothing waits
@@ -28,7 +28,7 @@ ADAMW_LARGEST = tl.constexpr(LARGEST_GRADIENT)
 
 @triton.jit
 def pointer_in(table, number, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """The address in a table as a pointer."""
+    """Return an address of a table as a pointer."""
     pointer = tl.load(table + number).to(tl.pointer_type(dtype))
     if ALIGNED:  # lets the compiler read 16 bytes at once
         pointer = tl.multiple_of(pointer, 16)
@@ -48,7 +48,7 @@ def is_written(only_if, writes, number):
 
 @triton.jit
 def seen_gradient(values, factor, MAXIMIZE: tl.constexpr):
-    """A gradient as moments see it."""
+    """Return a gradient as it enters the moments."""
     g = values.to(tl.float32)
     if factor is not None:
         g = g * tl.load(factor).to(tl.float32)
@@ -59,7 +59,7 @@ def seen_gradient(values, factor, MAXIMIZE: tl.constexpr):
 
 @triton.jit
 def bounded(values, MOST: tl.constexpr):
-    """`rules.rule.bounded_gradient`: what is infinite or NaN stays so."""
+    """Bound a value as `rules.rule.bounded_gradient` does; infinite and NaN values stay so."""
     size = tl.abs(values)
     cut = (size > MOST) & (size < float("inf"))
     return tl.where(cut, tl.where(values > 0, MOST, -MOST), values)
@@ -67,9 +67,9 @@ def bounded(values, MOST: tl.constexpr):
 
 @triton.jit
 def main_value(p, master, inside):
-    """The value of a parameter: its master's, unless somebody has changed the parameter since.
+    """Return the main parameter's value, or the parameter's own if it was edited since.
 
-    A master of 16 bits is the remainder of the parameter, a change of which it cannot tell.
+    A main parameter of 16 bits is a remainder, which does not reveal edits of the parameter.
     """
     value = p.to(tl.float32)
     if master is not None:
@@ -83,7 +83,7 @@ def main_value(p, master, inside):
 
 @triton.jit
 def store_value(param, master, value, inside):
-    """Write a parameter, and its master or remainder where it has one."""
+    """Write a parameter, and its main parameter or remainder if it has one."""
     if master is None:
         tl.store(param, value.to(param.dtype.element_ty), inside)
     else:
@@ -98,9 +98,9 @@ def store_value(param, master, value, inside):
 
 @triton.jit
 def elements_of(chunks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The tensor of this program's chunk, the places of its elements, and which of them there are.
+    """Return the tensor of this program's chunk, its elements' places and their mask.
 
-    `chunks` is what `call.chunk_table` makes.
+    `chunks` is a table of `call.chunk_table`.
     """
     own = chunks + 3 * tl.program_id(0)
     number, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -112,7 +112,7 @@ def elements_of(chunks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def blocks_of(chunks, BLOCK: tl.constexpr, Q: tl.constexpr):
-    """Values as blocks of Q that share a scale, (BLOCK / Q, Q), and the places of scales."""
+    """Return values as blocks that share a scale, (BLOCK / Q, Q), and the places of scales."""
     own = chunks + 3 * tl.program_id(0)
     number, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     block = tl.multiple_of(first, BLOCK) // Q + tl.arange(0, BLOCK // Q)[:, None]
@@ -125,7 +125,7 @@ def blocks_of(chunks, BLOCK: tl.constexpr, Q: tl.constexpr):
 def square_sums(
     table, chunks, sums, dtype: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum of squares of one chunk of one tensor."""
+    """Compute the sum of squares of one chunk of one tensor."""
     number, offsets, inside = elements_of(chunks, ALIGNED, BLOCK)
     values = tl.load(pointer_in(table, number, dtype, ALIGNED) + offsets, inside, 0.0)
     wide = values.to(tl.float64)
@@ -144,7 +144,7 @@ def advance(
     beta2,
     step_dtype: tl.constexpr,
 ):
-    """Count AdamW's step of one tensor, and correct its moments for having begun at zero."""
+    """Count AdamW's step of one tensor, and compute the bias corrections of its moments."""
     number = tl.program_id(0)
     place = pointer_in(steps, number, step_dtype, False)
     count = tl.load(place).to(tl.float64)
@@ -158,7 +158,7 @@ def advance(
 
 @triton.jit
 def counted(steps, only_if, writes, step_dtype: tl.constexpr):
-    """Count the step of one tensor."""
+    """Add 1 to the step count of one tensor."""
     number = tl.program_id(0)
     place = pointer_in(steps, number, step_dtype, False)
     tl.store(place, (tl.load(place) + 1).to(step_dtype), is_written(only_if, writes, number))
@@ -200,7 +200,7 @@ def adamw(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One AdamW step on one chunk of one tensor."""
+    """Run one AdamW step on one chunk of one tensor."""
     if Q:
         number, offsets, inside, block, there = blocks_of(chunks, BLOCK, Q)
     else:

@@ -1,4 +1,4 @@
-"""Launches of kernels; and their compilation beforehand, many of them beside each other.
+"""Launches of kernels, and their compilation ahead of time in parallel threads.
 
 A kernel takes a second to compile, and a step has some thirty. Most of that is in the compiler of
 the device and in that of C, outside of Python: threads share it.
@@ -24,7 +24,7 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch a kernel; inside `compiled_ahead` only compile it."""
+    """Launch a kernel; inside `compile_ahead` only compile it."""
     if _compiling.get():
         kernel.warmup(*args, grid=grid, **options)
     else:
@@ -32,15 +32,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def is_compiling() -> bool:
-    """Whether nothing is launched now: no graph of it would be one."""
+    """Whether kernels are only compiled now, so that no CUDA graph can be recorded."""
     return _compiling.get()
 
 
 def compile_ahead(function: Callable[[], object], device: torch.device) -> None:
     """Compile all kernels that a function would launch, without launching any.
 
-    The function runs: what it computes by torch has to be thrown away. A kernel that cannot be
-    compiled, or loaded, is passed over: its launch will say why.
+    The function runs, and its results are invalid. A kernel that cannot be compiled or loaded
+    is skipped here: its launch will raise the error.
     """
     with (
         _Compilers(device) as compilers,
@@ -60,7 +60,7 @@ def _only_compiling() -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile a kernel and what launches it, and load it onto a device."""
+    """Threads that compile kernels and their launchers, and load them onto a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

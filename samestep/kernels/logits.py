@@ -1,7 +1,7 @@
-"""The largest attention logit of each head, which nobody has to write down: q k tile by tile.
+"""A kernel for the largest attention logit of each head, which stores no logits.
 
-It reads queries and keys and keeps one number for each tile of queries, where plain torch writes
-every logit in 32 bits, several times.
+The kernel reads queries and keys and keeps one number for each tile of queries, where plain torch
+writes every logit in 32 bits, several times.
 """
 
 import sys
@@ -17,9 +17,9 @@ LARGEST_HEAD = 256  # elements: of more, tiles would be too small
 
 
 def fits(query: Tensor, key: Tensor) -> bool:
-    """Whether the kernel takes them: of 16 bits, with heads that are not too large.
+    """Whether the kernel supports queries and keys: 16 bits, at most LARGEST_HEAD per head.
 
-    Before Ampere a program has too little room, and no tensor cores that Triton uses.
+    GPUs before Ampere have too little shared memory, and no tensor cores that Triton uses.
     """
     device = query.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -37,7 +37,7 @@ def largest_of_heads(
     mask: Tensor | None,  # (B, H, T, S): bool, or what is added
     hidden: float,  # where that is added, or less, a pair does not attend
 ) -> Tensor:
-    """The largest scale * q k of pairs that may attend, (H,) float32; -inf: there are none."""
+    """Return the largest scale * q k of pairs that attend, (H,) float32; -inf: no pair does."""
     (batch, heads, length, size), (kv_heads, places) = query.shape, key.shape[1:3]
     wide = max(16, triton.next_power_of_2(size))
     cut = _cut(wide, query.device)
@@ -69,7 +69,7 @@ def largest_of_heads(
 
 
 def _cut(size: int, device: torch.device) -> dict[str, int]:
-    """Tiles of queries and keys, and how many of the latter are on their way at once."""
+    """Return the tile sizes of queries and keys, and the pipeline stages of key tiles."""
     rows, cols, stages = 128, 64 if size > 128 else 128, 3
     if 2 * size * (rows + stages * cols) <= _room(device):
         return {"ROWS": rows, "COLS": cols, "num_stages": stages, "num_warps": 8}
@@ -78,7 +78,7 @@ def _cut(size: int, device: torch.device) -> dict[str, int]:
 
 @cache
 def _room(device: torch.device) -> int:
-    """Bytes that a program may have beside its registers."""
+    """Return the shared memory that a program may use, in bytes."""
     if device.type != "cuda":
         return sys.maxsize  # of Triton's interpreter
     told: Any = torch.cuda.get_device_properties(device)  # torch's types do not have it
@@ -104,7 +104,7 @@ def _largest(
     COLS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The largest logits of one tile of queries and all keys."""
+    """Compute the largest logit of one tile of queries and all keys."""
     # In 64 bits: long sequences lie far apart.
     tiles, head = tl.cdiv(length, ROWS), tl.program_id(1).to(tl.int64)
     tile, batch = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -155,7 +155,7 @@ def _product(
     rows, keys, number, places, size, key_row, key_col,
     PARTLY: tl.constexpr, COLS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Queries times a tile of keys, (ROWS, COLS) float32; PARTLY: some of them are not there."""
+    """Return queries times a tile of keys, (ROWS, COLS) float32; PARTLY: the tile is cut off."""
     col, inner = number * COLS + tl.arange(0, COLS)[None, :], tl.arange(0, SIZE)[:, None]
     inside = inner < size
     if PARTLY:

@@ -1,4 +1,4 @@
-"""Muon on blocks of one shape where they lie: `samestep.rules.muon` has the formulas.
+"""Muon on blocks of one shape, in place: `samestep.rules.muon` has the formulas.
 
 momentum (one pass: gradient and momentum in, momentum and 16-bit direction out)
 -> orthogonalization -> step (one pass: direction and parameter in, parameter out)
@@ -10,7 +10,7 @@ power of two), the direction is written once more. So no result depends on an ea
 momentum that is kept in fewer bits is no longer what its direction came from: then that pass writes
 the direction in bfloat16 too, beside, where the orthogonalization has room for its result later.
 
-Of blocks that came together from parts only the middle is done here: `parts` has their ends.
+Blocks that were gathered from parts are only orthogonalized here: `parts` has both ends.
 """
 
 import struct
@@ -56,7 +56,7 @@ STRIP, LONG = 16, 256  # rows and columns that are looked at together, where row
 
 
 class MatrixStrides(NamedTuple):
-    """The strides of a matrix's rows and columns, in elements; rows in groups of `group`."""
+    """Strides of a matrix's rows and columns, in elements; rows form groups of `group` rows."""
 
     group: int
     group_stride: int
@@ -65,7 +65,7 @@ class MatrixStrides(NamedTuple):
 
 
 def strides_of(view: Tensor) -> MatrixStrides:
-    """The strides of (rows, cols), or of (groups, rows of a group, cols)."""
+    """Return the strides of a view: (rows, cols), or (groups, rows of a group, cols)."""
     if view.ndim == 2:
         return MatrixStrides(view.shape[0], 0, *view.stride())
     return MatrixStrides(view.shape[1], *view.stride())
@@ -74,7 +74,7 @@ def strides_of(view: Tensor) -> MatrixStrides:
 class MuonBlocks:
     """Blocks of one shape on one device, and their state, whose dtypes are alike.
 
-    `lie`: how all of them lie, and their gradients and state too; None: they are contiguous.
+    `lie`: the strides of all blocks, gradients and state; None: they are contiguous.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MuonBlocks:
 
 
 class Rounding:
-    """The arguments of kernels where momenta are rounded at random."""
+    """The kernel arguments of blocks whose momenta are rounded at random."""
 
     def __init__(
         self, params: Sequence[Tensor], states: Sequence[State], origins: Sequence[Origin]
@@ -122,7 +122,7 @@ class Rounding:
             self.scales = Table([[state[SCALES] for state in states]])
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `muon_tiles.momentum`."""
+        """Return the arguments of `muon_tiles.momentum`."""
         return {
             "scales": None if self.scales is None else self.scales.addresses,
             "steps": self.steps.addresses,
@@ -135,7 +135,7 @@ class Rounding:
 
 
 def count_step(steps: Table, writes: Tensor | None, step: Step) -> None:
-    """Count this step in each of the tensors, () each."""
+    """Add 1 to each step count of a table, () each."""
     (counts,) = steps.tensors
     launch(
         elementwise.counted,
@@ -158,7 +158,7 @@ EXACT = {
 
 
 class GivenBlocks:
-    """Directions of one shape that came together from parts, and the state of their blocks."""
+    """Directions of one shape that were gathered from parts, and the state of their blocks."""
 
     def __init__(
         self,
@@ -178,9 +178,9 @@ Source = tuple[MuonBlocks, Gradients] | tuple[GivenBlocks, None]
 def muon_(
     parts: Sequence[tuple[MuonBlocks, Gradients]], step: Step, *, measure: bool
 ) -> list[Tensor]:
-    """One step on blocks of a shape and of its transpose, which are orthogonalized together.
+    """Step blocks of a shape and of its transpose, which are orthogonalized together.
 
-    Gives per part the sums of squares of the directions, (count,), if they are to be measured.
+    Return per part the sums of squares of the directions, (count,), if `measure` is on.
     """
     squares = []
     for (blocks, grads), directions in zip(parts, orthogonalized(parts, step), strict=True):
@@ -191,9 +191,9 @@ def muon_(
 
 
 def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
-    """The directions of blocks of a shape and of its transpose, together; momenta are updated.
+    """Update momenta and return directions of blocks of a shape and of its transpose.
 
-    Per part (count, short, long), padded; the transposes of tall blocks.
+    Directions are (count, short, long) per part, padded; tall blocks are transposed.
     """
     options, first = step.options, parts[0][0]
     short, long = sorted((padded(first.rows), padded(first.cols)))
@@ -213,9 +213,9 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
 
 
 def finished(blocks: GivenBlocks, directions: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
-    """Directions as those who hold parts of them step along them, in the dtype they travel in.
+    """Return finished directions for the ranks that hold parts of blocks, in `dtype`.
 
-    What they are multiplied with is in them: rounded the same for all, also for the owner.
+    Factors are multiplied in, so that all ranks, the owner included, round alike.
     """
     factors, kind, _ = _factors(blocks, directions, step, blocks.writes)
     if _in_bfloat16(step.options):
@@ -227,14 +227,14 @@ def finished(blocks: GivenBlocks, directions: Tensor, step: Step, dtype: torch.d
 
 
 def _in_bfloat16(options: Options) -> bool:
-    """Whether directions are rounded to bfloat16 before and after: they travel so, by default."""
+    """Whether directions are rounded to bfloat16 before and after orthogonalization."""
     return options["compute_dtype"] is not torch.float16
 
 
 def _step_along(
     blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: Step
 ) -> Tensor | None:
-    """Decay and step; the squares of the directions, (count,), if they came up."""
+    """Decay and step; return the directions' squares, (count,), if they were computed."""
     scalars, options = step.scalars, step.options
     factors, kind, squares = _factors(blocks, directions, step, grads.writes)
     cut = tiled(turned=blocks.tall)
@@ -271,7 +271,7 @@ def _step_along(
 
 
 class _Numbers(NamedTuple):
-    """The sum of squares of each block, (count,)."""
+    """The numbers of each block that its products need, (count,) each."""
 
     norms: Tensor
     powers: Tensor
@@ -280,7 +280,7 @@ class _Numbers(NamedTuple):
 
 
 def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
-    """Update momenta and write directions; what scales those to norm 1, (count,)."""
+    """Update momenta, write directions, and return their scales to norm 1, (count,)."""
     blocks, options = source[0], step.options
     own = blocks if isinstance(blocks, MuonBlocks) else None
     if own is not None and own.rounding is not None:
@@ -308,7 +308,7 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
 
 
 def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tensor]:
-    """The pass over gradients and momenta: called with powers, it gives sums of squares."""
+    """Return the pass over gradients and momenta, which takes powers and returns square sums."""
     count, (blocks, grads) = len(directions), source
     rounding = None
     if isinstance(blocks, GivenBlocks):
@@ -359,9 +359,9 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
 def _numbers(
     sums: Tensor, step: Step, powers: Tensor | None = None, *, multiplied: bool = False
 ) -> _Numbers:
-    """From sums of squares, (count, parts); `powers` are those before, and are replaced.
+    """Compute numbers of blocks from sums of squares, (count, parts); `powers` are replaced.
 
-    `multiplied`: the powers are those of the directions, which were multiplied with them.
+    `multiplied`: the directions that were summed are already multiplied with `powers`.
     """
     count, parts = sums.shape
     options, made = step.options, torch.empty(3, count, dtype=torch.float32, device=sums.device)
@@ -396,7 +396,7 @@ def _write_again(
     numbers: _Numbers,
     step: Step,
 ) -> None:
-    """Write the directions whose power has changed."""
+    """Write the directions whose power of two has changed once more."""
     assert grads is not None
     count, cut = len(directions), tiled(turned=blocks.tall)
     in_block = _tiles(blocks, directions, cut)
@@ -427,7 +427,7 @@ def _equilibrated(
     numbers: _Numbers,
     step: Step,
 ) -> Tensor:
-    """Bring the rows of each block to one norm; what scales the result to norm 1, (count,)."""
+    """Bring a block's rows to one norm; return the blocks' scales to norm 1, (count,)."""
     count = len(directions)
     # Neighbours in memory are those of a row, or those of a column of a tall block.
     high, wide = (call.TILE, call.TILE) if blocks.tall else (STRIP, LONG)
@@ -455,7 +455,7 @@ def _equilibrated(
 def _factors(
     blocks: MuonBlocks | GivenBlocks, directions: Tensor, step: Step, writes: Tensor | None
 ) -> tuple[Tensor | None, int, Tensor | None]:
-    """Factors of the directions, along what (`FACTORS`), and the directions' squares, (B,)."""
+    """Return the directions' factors, their kind (`FACTORS`), and sums of squares, (count,)."""
     rows, cols, options = blocks.rows, blocks.cols, step.options
     variance = "variance" in blocks.states[0]
     if not variance and not options["renormalize"]:
@@ -496,7 +496,7 @@ def _factors(
 
 
 def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
-    """Sums of squares of rows, or of columns, in float32, (count, along)."""
+    """Return sums of squares of rows or columns in float32, (count, along)."""
     count, short, long = directions.shape
     sums = directions.new_empty(count, along, dtype=torch.float32)
     high, wide = (STRIP, LONG) if along_short else (call.TILE, call.TILE)
@@ -518,31 +518,31 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
 
 
 def _tiles(blocks: MuonBlocks | GivenBlocks, directions: Tensor, cut: dict[str, Any]) -> int:
-    """The rows and columns of a padded block, in its own orientation."""
+    """Return the number of tiles of a padded block, in its own orientation."""
     _, short, long = directions.shape
     return tiles(*((long, short) if blocks.tall else (short, long)), cut)
 
 
 def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, int]:
-    """The strides of a block and of its direction, the padded transpose of a tall one."""
+    """Return the sizes of a block and of its padded direction, as kernel arguments."""
     _, short, long = directions.shape
     sizes = {"rows": blocks.rows, "cols": blocks.cols, "short": short, "long": long}
     return {**sizes, "TALL": blocks.tall}
 
 
 def _lying(blocks: MuonBlocks | GivenBlocks) -> dict[str, int]:
-    """The arguments that tell kernels where elements of a block lie."""
+    """Return the strides of a block as kernel arguments."""
     lie = blocks.lie if isinstance(blocks, MuonBlocks) else None
     return {**(lie or MatrixStrides(1, 0, 0, 0))._asdict(), "LAID": lie is not None}
 
 
 def _squares(directions: Tensor) -> Tensor:
-    """Sums of squares of 16-bit values in float32, (count,)."""
+    """Return sums of squares of 16-bit values in float32, (count,)."""
     norms: Tensor = torch.linalg.vector_norm(directions, dim=(1, 2), dtype=torch.float32)
     return norms.square()
 
 
 def _float32(number: float) -> float:
-    """A number as a GPU is told it; Triton's interpreter would see more digits."""
+    """Round a number to float32, as a GPU does; Triton's interpreter would keep more digits."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded

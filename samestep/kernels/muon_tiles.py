@@ -1,8 +1,8 @@
 """Triton kernels for both ends of Muon, on tiles of blocks: `samestep.rules.muon` has the formulas.
 
 Arithmetic is in float32, sums are in float64. The formulas are functions of their own, which
-`part_tiles` calls too: so parts of a block get the bits that the whole gets. What may be None is as
-in `elementwise`. Loops over sizes that
+`part_tiles` calls too: so parts of a block get the bits that the whole gets. None as an argument
+is as in `elementwise`. Loops over sizes that
 the compiler does not know are `while`s whose counter begins as a tensor (`tl.program_id(0) * 0`):
 Triton's interpreter, through which tests run these kernels, takes no such size in `range`.
 """
@@ -27,7 +27,7 @@ RESCALE_LARGEST = tl.constexpr(LARGEST_RESCALE)
 
 @triton.jit
 def direction_of(m, g, mu, EMA: tl.constexpr, NESTEROV: tl.constexpr):
-    """The new momentum, or Nesterov's look-ahead from it."""
+    """Return the new momentum, or Nesterov's look-ahead from it."""
     u = m
     if NESTEROV:
         if EMA:
@@ -42,9 +42,9 @@ def new_momentum(
     grad, momentum, scale, inside, scale_inside, mu, factor,
     EMA: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """The new momentum of the elements that pointers point to, and their direction.
+    """Return the new momentum and the direction of the elements at pointers.
 
-    `scale` points to the scales of 8-bit codes, of each of them or of rows; None: there are none.
+    `scale` points to the scales of 8-bit codes, per code or per row; None: there are no codes.
     ema: m + (1 - mu) (g - m).  sum: mu m + g.
     """
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
@@ -63,7 +63,7 @@ def step_to(
     param, master, u, inside, lr, weight_decay, lr_factor,
     SCALE_DECAY: tl.constexpr, CAUTIOUS: tl.constexpr, INDEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Weight decay and the step along u, of the elements that pointers point to."""
+    """Apply weight decay and the step along u to the elements at pointers."""
     value = main_value(tl.load(param, inside, 0.0), master, inside)
     rate = tl.load(lr)
     adjusted = rate * lr_factor
@@ -80,7 +80,7 @@ def step_to(
 
 @triton.jit
 def tile_of(tile, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """First row and column of a tile of a region so many columns wide; all its rows and columns."""
+    """Return a tile's first row, first column, rows and columns, in a region of `cols` columns."""
     across = tl.cdiv(cols, COLS)
     first_row, first_col = (tile // across) * ROWS, (tile % across) * COLS
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -92,7 +92,7 @@ def tile_of(tile, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 def read_tile(
     begin, stride, turned, first_row, first_col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """A tile of a region; `turned`: the region is the transpose, its rows lie as columns."""
+    """Read a tile of a region; `turned`: the region is stored as its transpose."""
     if turned != 0:
         # so that neighbours in memory are read by neighbours
         col_ = first_col + tl.arange(0, COLS)[:, None]
@@ -107,7 +107,7 @@ def read_tile(
 
 @triton.jit
 def places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID: tl.constexpr):
-    """The places of a block's elements; LAID: in the gaps of others, by groups of rows."""
+    """Return the offsets of a block's elements; LAID: interleaved with others in groups of rows."""
     if LAID:
         begin = (row // group).to(tl.int64) * group_stride
         offsets = begin + (row % group).to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
@@ -118,9 +118,9 @@ def places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID:
 
 @triton.jit
 def rounded_direction(u, BFLOAT16: tl.constexpr):
-    """A tile of what is orthogonalized, or came of it, in float32.
+    """Return a tile of a direction in float32, rounded to bfloat16 if BFLOAT16.
 
-    Rounded to bfloat16 it is what others have to whom it travels: layouts have the same bits.
+    Ranks that receive the direction in bfloat16 then have the same bits.
     """
     if BFLOAT16:
         u = u.to(tl.bfloat16).to(tl.float32)
@@ -132,7 +132,7 @@ def write_direction(
     own, x, row, col, first_row, first_col, short, long,
     TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of a block into (short, long), padded: the transpose of a tall one."""
+    """Write a tile of a block into its direction, (short, long) and padded; tall: transposed."""
     if TALL:
         # the tile turned, so that neighbours in memory are written by neighbours
         col_, row_ = (
@@ -186,7 +186,7 @@ def momentum(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Momentum and the direction that is orthogonalized, of some tiles of one block."""
+    """Compute momentum and the direction before orthogonalization, of tiles of one block."""
     number = tl.program_id(1)
     # All that serves every tile is read here: the compiler does not know that nobody writes it.
     if not GIVEN:
@@ -270,9 +270,9 @@ def direction_again(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Directions whose power of two was another one than before.
+    """Write directions once more whose power of two has changed.
 
-    Few programs each of which has many tiles: in most steps there is nothing to do.
+    Few programs with many tiles each are launched: most steps change no power.
     """
     number = tl.program_id(1)
     if tl.load(again + number) != 0:
@@ -304,7 +304,7 @@ def direction_again(
 
 @triton.jit
 def fitting_power(norm):
-    """The power of two that brings a float64 norm to 8 .. 16, in float32; norms of any size."""
+    """Return the power of two, in float32, that brings a float64 norm of any size to 8 .. 16."""
     exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022  # norm = f 2^e, f < 1
     exponent = tl.minimum(tl.maximum(exponent, -99), 121)
     return ((131 - exponent).to(tl.int32) << 23).to(tl.float32, bitcast=True)
@@ -324,7 +324,7 @@ def block_numbers(
     HAS_POWER: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The norm and powers that the products need of one block."""
+    """Compute the norm, power and scale of one block, which its products need."""
     number = tl.program_id(0)
     totals = tl.zeros((PARTS,), tl.float64)
     first = tl.program_id(0) * 0
@@ -414,7 +414,7 @@ def squares_along(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Sums of squares of ROWS rows, or of COLS columns, of one direction."""
+    """Sum the squares of ROWS rows, or of COLS columns, of one direction."""
     tile, number = tl.program_id(0), tl.program_id(1)
     begin = number.to(tl.int64) * short * long
     squares = tl.zeros((ROWS, COLS), tl.float32)
@@ -451,7 +451,7 @@ def direction_factors(
     ADD: tl.constexpr,  # whether eps is added to the root, or the variance is no less than it
     SIZE: tl.constexpr,
 ):
-    """The factor of one direction: `renormalize`, then `reduce_variance`."""
+    """Compute the factors of one direction: `renormalize`, then `reduce_variance`."""
     number = tl.program_id(0)
     totals = tl.zeros((SIZE,), tl.float32)
     first = tl.program_id(0) * 0
@@ -532,7 +532,7 @@ def step_along(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Weight decay and the step, of one tile of one block."""
+    """Apply weight decay and the step to one tile of one block."""
     tile, number = tl.program_id(0), tl.program_id(1)
     first_row, first_col, row, col = tile_of(tile, cols, ROWS, COLS)
     inside = (row < rows) & (col < cols) & is_written(only_if, writes, number)

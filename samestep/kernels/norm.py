@@ -1,4 +1,4 @@
-"""The sum of squares of many tensors in one launch."""
+"""Sums of squares of many tensors, in one launch per dtype."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ STORED_DTYPES = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int
 
 
 class _Launch(NamedTuple):
-    """The sum of squares of tensors of one dtype, which it does not keep."""
+    """The arguments of one launch on tensors of one dtype, which it does not keep."""
 
     addresses: Tensor
     aligned: bool
@@ -27,7 +27,7 @@ class _Launch(NamedTuple):
 
 
 class SquareSum:
-    """The sum of squares of contiguous tensors of one device where they lie; may run many times."""
+    """A sum of squares of contiguous tensors of one device, which can run many times."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._launches = []
@@ -41,7 +41,7 @@ class SquareSum:
             )
 
     def run(self) -> Tensor:
-        """() float64."""
+        """Return the sum of squares, () float64."""
         for addresses, aligned, chunks, sums, dtype in self._launches:
             with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
                 launch(
@@ -60,5 +60,5 @@ class SquareSum:
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares of contiguous tensors of one device, () float64."""
+    """Return the sum of squares of contiguous tensors of one device, () float64."""
     return SquareSum(tensors).run()

@@ -1,6 +1,6 @@
-"""Orthogonalization with symmetric products: half the work of the m x m ones.
+"""Orthogonalization with symmetric products, which halve the work of m x m products.
 
-The same two executions as in `samestep.rules.orthogonalize`, which has the formulas. Blocks, Gram
+Both executions are those of `samestep.rules.orthogonalize`, which has the formulas. Blocks, Gram
 matrices and polynomials are float16, sums float32: in bfloat16 a polynomial of several steps, which
 is as large as 33, would be rounded by more than singular values may move (`rules.basin`). The first
 Gram matrix and polynomial carry the scale that brings a block to unit norm, so that scaling costs
@@ -41,9 +41,9 @@ def orthogonalize_blocks(
     eps_form: EpsForm,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The (nearly) orthogonal factor of each block, in its dtype.
+    """Return the (nearly) orthogonal factor of each block, in the dtype of `blocks`.
 
-    `dtype`: what blocks are rounded to before; products are in float16.
+    `dtype`: blocks are rounded to it before, if it is bfloat16; products are in float16.
     """
     rows, cols = blocks.shape[1:]
     X = blocks.to(dtype).float() if dtype == torch.bfloat16 else blocks
@@ -64,13 +64,13 @@ def orthogonalize_blocks(
 
 
 def fitting_powers(norms: Tensor) -> Tensor:
-    """Powers of two that bring norms to 8 .. 16: they change no digit, and all fits float16."""
+    """Return powers of two that bring norms to 8 .. 16: they change no digit and fit float16."""
     exponents = torch.frexp(norms.clamp(2.0**-100, 2.0**120)).exponent
     return torch.ldexp(torch.ones_like(norms), 4 - exponents)
 
 
 def inverse_norms(norms: Tensor, norm_factor: float, eps: float, eps_form: EpsForm) -> Tensor:
-    """1 / (factor norm + eps), or 1 / max(factor norm, eps)."""
+    """Return 1 / (factor norm + eps), or 1 / max(factor norm, eps)."""
     scaled = norms * norm_factor
     if eps_form == "add":
         scaled = scaled + eps
@@ -86,7 +86,7 @@ def orthogonalize_wide(
     *,
     overwrite: bool,
 ) -> Tensor:
-    """The (nearly) orthogonal factor of each block, in its dtype; X may be overwritten or not."""
+    """Return the (nearly) orthogonal factor of each block; `overwrite`: X may be overwritten."""
     flops = len(X) * orthogonalize_flops(X.shape[1], X.shape[2], table, execution, X.dtype)
     if can_replay(X, flops):
         run = partial(_orthogonalized, table=table, execution=execution, overwrite=True)
@@ -119,19 +119,19 @@ def _orthogonalized(
 
 
 def _times(Q: Tensor, X: Tensor, out: Tensor | None = None) -> Tensor:
-    """Q X for a symmetric Q; of large ones its transpose, which cuBLAS multiplies faster."""
+    """Return Q X for a symmetric Q; a large Q is transposed, which is faster in cuBLAS."""
     return torch.bmm(Q.mT if Q.shape[1] >= TURNED else Q, X, out=out)
 
 
 def steps_alone(steps: int) -> tuple[tuple[int, int], ...]:
-    """The segments of the standard execution: a Gram matrix per step."""
+    """Return the segments of the standard execution, which has a Gram matrix per step."""
     return tuple((step, step + 1) for step in range(steps))
 
 
 def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None) -> Tensor:
-    """Q with X_k = Q X_0 for A = X_0 X_0^T, times the scales:  P = a I + b A + c A A;  Q <- P Q.
+    """Return Q, times the scales, with X_k = Q X_0, A = X_0 X_0^T, P = a I + b A + c A A, Q <- P Q.
 
-    The last A is only squared; it comes with its shift h, so that no third operand is read:
+    The last A is only squared; it includes its shift h, so that no third operand is read:
     P = (a - c h h) I + c (A + h I)(A + h I).
     """
     Q: Tensor | None = None
@@ -170,7 +170,7 @@ def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None)
 
 
 def _shift(coefficients: Coefficients) -> float:
-    """h with  b A + c A A = c (A + h I)(A + h I) - c h h I;  0 where h would drown A in float16."""
+    """Return h of b A + c A A = c (A + h I)(A + h I) - c h h I; 0 if h is too large for float16."""
     _, b, c = coefficients
     return b / (2 * c) if c and abs(b) <= 8 * abs(c) else 0.0
 
@@ -189,17 +189,17 @@ _recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
 
 
 def can_replay(X: Tensor, flops: float) -> bool:
-    """Whether it is small, and nobody else is recording."""
+    """Whether a CUDA graph pays off (few flops) and no other graph is being recorded."""
     if is_compiling() or not X.is_cuda:
         return False
     return flops < SMALL and not torch.cuda.is_current_stream_capturing()
 
 
 def replayed(function: Function, key: Hashable, X: Tensor, scales: Tensor) -> Tensor:
-    """`function(X, scales)` through a graph, which is recorded at the first call with a key.
+    """Return `function(X, scales)` by a CUDA graph, recorded at the first call with a key.
 
-    A graph has tensors of its own: a block is copied into them and the result out, which is little
-    against fifteen launches. Each stream has its own graphs: they may run at the same time.
+    A graph has tensors of its own: X is copied in and the result out, which costs little against
+    fifteen launches. Each stream has its own graphs, since they may run at the same time.
     """
     stream = torch.cuda.current_stream(X.device).cuda_stream
     key = (key, X.shape, X.dtype, X.device, stream)

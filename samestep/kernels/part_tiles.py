@@ -1,8 +1,8 @@
-"""Triton kernels on parts of blocks where they lie: momentum, step, and moves between buffers.
+"""Triton kernels on parts of blocks, in place: momentum, step, and moves between buffers.
 
 A part is a region of rows x cols whose rows are some stride apart. Each kernel has a table with a
-row of whole numbers per part, and one of programs: (part, tile of it). What may be None is as in
-`elementwise`; `writes` are of parameters.
+row of whole numbers per part, and a table of programs: (part, tile of the part). Arguments may be
+None as in `elementwise`; `writes` has an entry per parameter.
 """
 
 import triton
@@ -15,7 +15,7 @@ from samestep.kernels.small import keys_of, random_bits, signed_bits, write_stat
 
 @triton.jit
 def _number(table, ALIGNED: tl.constexpr):
-    """A stride, a size or an offset, in elements."""
+    """Load a stride, a size or an offset, in elements."""
     value = tl.load(table)
     if ALIGNED:  # lets the compiler read 16 bytes at once
         value = tl.multiple_of(value, 8)
@@ -47,7 +47,7 @@ def momentum_of_parts(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Momentum and direction of one tile of one part."""
+    """Update the momentum and write the direction of one tile of one part."""
     program = tl.program_id(0)
     part, tile = tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1)
     own = parts + 9 * part
@@ -90,7 +90,7 @@ def moved(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """One tile of one region, copied to another place."""
+    """Copy one tile of one region to another place."""
     program = tl.program_id(0)
     own, tile = moves + 8 * tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1)
     rows, cols = _number(own, TURNED_ALIGNED), _number(own + 1, ALIGNED)
@@ -123,7 +123,7 @@ def step_of_parts(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Weight decay and the step, of one tile of one part."""
+    """Apply weight decay and the step to one tile of one part."""
     program = tl.program_id(0)
     part, tile = tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1)
     own = parts + 11 * part

@@ -1,6 +1,6 @@
-"""Parts of blocks where they lie, many in one launch: momentum, moves, steps.
+"""Launches on many parts of blocks, in place: momentum, moves, steps.
 
-Tables of them are made once; what changes from step to step is where gradients and buffers begin.
+Tables of parts are made once; only the addresses of gradients and buffers change between steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from samestep.rules.noise import Origin
 
 
 class Rows(NamedTuple):
-    """The place of rows: the first element of the first one, and how far the next begins."""
+    """The place of rows: the offset of the first row and the row stride, in elements."""
 
     begin: int
     stride: int
 
 
 class SourceRows(NamedTuple):
-    """Rows in one of several buffers; `turned`: they lie there as columns."""
+    """Rows in the buffer of a number; `turned`: the rows are stored as columns."""
 
     number: int
     begin: int
@@ -33,14 +33,14 @@ class SourceRows(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The addresses of a part."""
+    """The rows and columns of a part, block or region."""
 
     rows: int
     cols: int
 
 
 class Rounded(NamedTuple):
-    """The addresses of a part whose momentum is rounded at random."""
+    """Origin, step count and scales of a part whose momentum is rounded at random."""
 
     origin: Origin
     step: Tensor  # (): the steps of its block before this one
@@ -48,7 +48,7 @@ class Rounded(NamedTuple):
 
 
 class MomentumPart(NamedTuple):
-    """The places that a part's momentum comes from and goes to."""
+    """The places of a part's gradient, momentum and direction."""
 
     param: int
     size: Size
@@ -59,7 +59,7 @@ class MomentumPart(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The number of 8-bit codes that share a scale; 0: there are none."""
+        """Return the number of 8-bit codes that share a scale; 0: there are no codes."""
         if self.rounded is None or self.rounded.scale is None:
             return 0
         return self.size.cols // self.rounded.scale.shape[1]
@@ -93,7 +93,7 @@ class GradientTable(NamedTuple):
 
 
 class MomentumOfParts:
-    """Parts of one group whose dtypes are alike, and in the same way rounded at random or not."""
+    """Momentum of parts of one group that agree in dtypes and in random rounding."""
 
     def __init__(self, parts: Sequence[MomentumPart], grad_dtype: torch.dtype) -> None:
         self.grad_dtype = DTYPES[grad_dtype]
@@ -159,7 +159,7 @@ class MomentumOfParts:
 
 
 class Moves:
-    """Regions that are copied from some buffers of one dtype into one of the same."""
+    """Copies of regions from buffers of one dtype into one buffer of the same dtype."""
 
     def __init__(self, moves: Sequence[Move], device: torch.device) -> None:
         self.table = _on_device([(*m.size, *m.source, *m.out) for m in moves], device)
@@ -186,7 +186,7 @@ class Moves:
 
 
 class StepOfParts:
-    """Parts of one group whose dtypes are alike, and who all have a master copy or none."""
+    """Steps of parts of one group, alike in dtypes, all with main parameters or all without."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class StepOfParts:
         self._lr_factors: tuple[tuple[str | None, float], Tensor] | None = None
 
     def lr_factors(self, adjust_lr: str | None, scale: float) -> Tensor:
-        """The factors on the learning rate of each part, (parts,) float32."""
+        """Return the factors on the learning rate of each part, (parts,) float32."""
         asked = adjust_lr, scale
         if self._lr_factors is None or self._lr_factors[0] != asked:
             found = [self.lr_factor(*block, *asked) for block in self.blocks]
@@ -232,7 +232,7 @@ class StepOfParts:
         return self._lr_factors[1]
 
     def run_(self, sources: Sequence[Tensor], writes: Tensor | None, step: Step) -> None:
-        """Decay and step along directions, which are in some buffers of one dtype."""
+        """Decay and step along directions, which are in the buffers `sources` of one dtype."""
         options, scalars, table = step.options, step.scalars, Table([sources])
         launch(
             part_tiles.step_of_parts,
@@ -260,7 +260,7 @@ class StepOfParts:
 def programs(
     sizes: Sequence[Size], device: torch.device, cut: Mapping[str, Any] | None = None
 ) -> Tensor:
-    """(programs, 2) int32: part, and tile of it."""
+    """Return the part and the tile of each program, (programs, 2) int32."""
     cut = tiled() if cut is None else cut
     counts = torch.tensor([tiles(*size, cut) for size in sizes])
     parts = torch.repeat_interleave(torch.arange(len(sizes)), counts)
@@ -270,12 +270,12 @@ def programs(
 
 
 def _lying(matrix: Tensor) -> tuple[int, int]:
-    """The address of a matrix, and from one row to the next."""
+    """Return the address of a matrix and its row stride in elements."""
     return matrix.data_ptr(), matrix.stride(0)
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Whether 16 bytes can be read at once; strides of a buffer do not matter."""
+    """Whether 16 bytes can be read at once; only the row stride of a matrix matters."""
     return matrix.data_ptr() % 16 == 0 and (matrix.ndim != 2 or matrix.stride(0) % 8 == 0)
 
 

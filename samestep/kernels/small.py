@@ -1,8 +1,8 @@
 """State in few bits inside kernels: `samestep.rules.stored` and `noise` have the formulas.
 
-Every operation is the one that plain torch does, so that bits are equal. Who calls these functions
-is compiled with `enable_fp_fusion=False`: a product and a sum that become one operation would round
-otherwise. Blocks of 8-bit codes are the rows of a tile (rows, Q): a scale is the largest of a row.
+Every operation is the one that plain torch does, so that bits are equal. Kernels that call these
+functions are compiled with `enable_fp_fusion=False`: a fused multiply-add would round otherwise.
+Blocks of 8-bit codes are the rows of a tile (rows, Q): a scale is the largest of a row.
 """
 
 import triton
@@ -16,7 +16,7 @@ SIGNED_STEP, UNSIGNED_STEP = tl.constexpr(0.007874015718698502), tl.constexpr(0.
 
 @triton.jit
 def mixed(word):
-    """lowbias32 of uint32."""
+    """Return the hash lowbias32 of uint32."""
     word = (word ^ (word >> 16)) * FIRST
     word = (word ^ (word >> 15)) * SECOND
     return word ^ (word >> 16)
@@ -24,10 +24,10 @@ def mixed(word):
 
 @triton.jit
 def index_word(origin, start, within, PLACES: tl.constexpr):
-    """uint32 that tells the flat index of elements in the whole tensor.
+    """Return uint32 words of the flat indices of elements in the whole tensor.
 
-    `origin` points to: the index of the first, how many neighbours follow each other, from one such
-    run to the next, and the seed. PLACES: see `call.Origins`; registers for 64 bits are many.
+    `origin` points to a row of `call.Origins`, which also explains PLACES: 64-bit indices
+    take many registers.
     """
     if PLACES == "far":
         start, run = start.to(tl.int64), tl.load(origin + 1)
@@ -44,7 +44,7 @@ def index_word(origin, start, within, PLACES: tl.constexpr):
 
 @triton.jit
 def keys_of(origin, step):
-    """Two words of the seed and the step, for all elements of a tensor."""
+    """Return two words made of the seed and the step, for all elements of a tensor."""
     step_word = step.to(tl.int32).to(tl.uint32, bitcast=True)
     first = mixed(mixed(step_word) ^ tl.load(origin + 3).to(tl.uint32))
     return first, mixed(first ^ GOLDEN)
@@ -52,9 +52,9 @@ def keys_of(origin, step):
 
 @triton.jit
 def random_bits(origin, start, within, keys, PLACES: tl.constexpr):
-    """uint32 of elements of the local tensor, of which both halves are drawn.
+    """Return random uint32 words of elements of the local tensor; both halves are random.
 
-    `start` is where runs, or parts of them, begin, and `within` where an element is from there.
+    `start` is the local index where (parts of) runs begin, and `within` the offset from `start`.
     """
     first, second = keys
     word = index_word(origin, start, within, PLACES) + first
@@ -64,19 +64,19 @@ def random_bits(origin, start, within, keys, PLACES: tl.constexpr):
 
 @triton.jit
 def signed_bits(bits):
-    """The 16 bits for state with signs, int32: the upper half, which needs no last mixing."""
+    """Return the 16 bits for signed state, int32: the upper half, which needs no last mixing."""
     return (bits >> 16).to(tl.int32)
 
 
 @triton.jit
 def unsigned_bits(bits):
-    """The 16 bits for second moments, int32."""
+    """Return the 16 bits for second moments, int32."""
     return ((bits ^ (bits >> 16)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def ratios(codes, SIGNED: tl.constexpr):
-    """The part of the scale that codes, as float32, stand for."""
+    """Return the fraction of the scale that codes, given as float32, stand for."""
     if SIGNED:
         share = codes * SIGNED_STEP
         found = share * tl.abs(share)
@@ -89,13 +89,13 @@ def ratios(codes, SIGNED: tl.constexpr):
 
 @triton.jit
 def decoded(codes, scale):
-    """int8 or uint8 codes as values."""
+    """Return the float32 values of int8 or uint8 codes."""
     return ratios(codes.to(tl.float32), codes.dtype == tl.int8) * scale
 
 
 @triton.jit
 def encoded(values, bits, SIGNED: tl.constexpr):
-    """Codes of blocks (rows, Q), and their scales (rows, 1); `bits` from 0 to 65535."""
+    """Return the codes of blocks, (rows, Q), and scales, (rows, 1); `bits`: 0 to 65535."""
     word = values.to(tl.int32, bitcast=True)
     size_word = word & 0x7FFFFFFF
     # Of bits, since these are ordered as magnitudes are, and NaN is the largest of all.
@@ -135,7 +135,7 @@ def encoded(values, bits, SIGNED: tl.constexpr):
 
 @triton.jit
 def rounded_bf16(values, bits):
-    """float32 to a neighbour in bfloat16, as its bits, int16; `bits` from 0 to 65535."""
+    """Round float32 to a neighbour in bfloat16, as int16; `bits`: 0 to 65535."""
     word = values.to(tl.int32, bitcast=True)
     size = word & 0x7FFFFFFF
     word += tl.where(size < 0x7F7F0000, bits, 0)
@@ -145,7 +145,7 @@ def rounded_bf16(values, bits):
 
 @triton.jit
 def joined(param, remainder):
-    """float32 from the bits of a bfloat16, int16, and its remainder, int16."""
+    """Return the float32 of a bfloat16 and its remainder, both as int16 bits."""
     upper, lower = param.to(tl.int32), remainder.to(tl.int32)
     lower = tl.where(((upper & 0x7FFF) == 0) & (lower < 0), 0, lower)
     return ((upper << 16) + lower).to(tl.float32, bitcast=True)
@@ -153,7 +153,7 @@ def joined(param, remainder):
 
 @triton.jit
 def split(values):
-    """The bits of a bfloat16, int16, and its remainder, int16."""
+    """Return the bits of a bfloat16 and its remainder, both int16."""
     word = values.to(tl.int32, bitcast=True)
     word = tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, word)
     return ((word + 0x8000) >> 16).to(tl.int16), word.to(tl.int16)
@@ -161,7 +161,7 @@ def split(values):
 
 @triton.jit
 def read_state(place, inside, scale_place, scale_inside):
-    """The values at pointers, in float32; `scale_place`, (rows, 1), is None but for codes."""
+    """Return the values at pointers in float32; `scale_place`, (rows, 1), is only for codes."""
     if scale_place is None:
         values = tl.load(place, inside, 0.0).to(tl.float32)
     else:
@@ -171,7 +171,7 @@ def read_state(place, inside, scale_place, scale_inside):
 
 @triton.jit
 def write_state(place, inside, scale_place, scale_inside, values, bits):
-    """Write float32 where pointers point to; `bits` are None where nothing is random."""
+    """Write float32 values to pointers; `bits` is None if rounding is not random."""
     if bits is None:
         tl.store(place, values.to(place.dtype.element_ty), inside)
     else:

@@ -8,9 +8,9 @@ for a scale `s` per block. That covers every m x m product of an orthogonalizati
 polynomial `a I + b A + c A A` of a symmetric `A`, and products of polynomials of the same `A`,
 which commute.
 
-They would, but for rounding. Of `P = p(A)` it is the diagonal that is rounded most: `a` is there.
-What rounding has added to it, `d`, can be kept (`residue`) and given to the product with `A`, whose
-other triangle is then `P A` too: `A P` and `P A` differ by `A_ij (d_j - d_i)`.
+Rounding breaks this. In `P = p(A)` the diagonal is rounded most, since it contains `a`. Its
+rounding error `d` can be kept (`residue`) and given to the product with `A`, whose other triangle
+is then `P A` too: `A P` and `P A` differ by `A_ij (d_j - d_i)`.
 
 Tiles are read through Hopper's copy engine (TMA), which also clips them at the edges.
 """
@@ -28,7 +28,7 @@ from samestep.kernels.launch import launch
 
 
 class Tiling(NamedTuple):
-    """The tiling of a product: tiles of rows x cols, `depth` of the inner dimension at a time."""
+    """The tiling of a product: tiles of rows x cols, in steps of `depth` of the inner dimension."""
 
     rows: int
     cols: int
@@ -60,10 +60,10 @@ def symmetric_product(
     way: Way | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """scales (alpha left right^T + beta addend + gamma I) + shift I, (B, m, m), symmetric.
+    """Return scales (alpha left right^T + beta addend + gamma I) + shift I, (B, m, m).
 
-    With `left_residue` (and nothing else but two operands) it is as symmetric as the product is.
-    Products by torch are whole: they write no residue and need none.
+    The result is symmetric; `left_residue`, for two operands alone, corrects its mirrored triangle.
+    Products by torch compute both triangles: they write no residue and need none.
     """
     count, size, depth = left.shape
     way = way or way_of(size, depth)
@@ -125,7 +125,7 @@ def _by_torch(
     gamma: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The symmetric product as a whole one."""
+    """Compute the symmetric product by torch, both triangles."""
     if addend is None:
         out = torch.bmm(left, right.mT)
         out = out if alpha == 1.0 else out * alpha
@@ -166,7 +166,7 @@ def _symmetric_kernel(
     HAS_GAMMA: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
-    """One tile of the lower triangle of one block, band by band of COLS rows."""
+    """Compute one tile of a block's lower triangle, band by band of COLS rows."""
     batch, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     # Band b has IN_BAND (b + 1) tiles: invert the triangular numbers, then mend rounding.
     IN_BAND: tl.constexpr = COLS // ROWS
@@ -220,7 +220,7 @@ def _tile(
     HAS_SHIFT: tl.constexpr,
     WHOLE: tl.constexpr,  # whether it is a tile as the copy engine knows them
 ):
-    """Compute a tile, write it, and write it mirrored."""
+    """Compute a tile, and write it and its mirror image."""
     rows, cols = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
     inside = (rows < size) & (cols < size)
     begin = batch.to(tl.int64) * size * size

@@ -3,7 +3,7 @@
     clip = samestep.QKClip(opt, model, tau=100.0)
     loss.backward(); opt.step(); clip.step(); opt.zero_grad()
 
-docs/qk_clip.md tells what it does; clip.py does it, logits.py finds the logits.
+docs/qk_clip.md explains QK-clip; clip.py scales the weights, logits.py finds the logits.
 """
 
 from samestep.layout.attention_heads import HeadRows, QKHeads

@@ -1,8 +1,8 @@
-"""QKClip: after a step, heads whose largest logit has passed tau get smaller queries and keys.
+"""QKClip: shrinks the queries and keys of heads whose largest logit exceeds tau after a step.
 
     step()    largest logits of all micro-batches -> maximum over ranks -> gamma -> factors -> scale
 
-The optimizer scales (`scale_parameters`), so that it is the same in every layout.
+The optimizer scales (`scale_parameters`), so that results are the same in every layout.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ GammaOf = Literal["head", "group"]
 
 
 class _Scaled(NamedTuple):
-    """A parameter of the optimizer, and for each of its rows the place of its factor."""
+    """A parameter of the optimizer, and each row's index into the table of factors."""
 
     name: str
     places: Tensor
     shape: tuple[int, ...]  # of the factors: (rows,) of a bias, (rows, 1) or (1, rows)
 
     def factors(self, table: Tensor) -> Tensor:
-        """The factor on the parameter."""
+        """Return the factors on the parameter, from a table of factors."""
         return table[self.places].view(self.shape)
 
 
@@ -113,11 +113,11 @@ class QKClip:
 
     @property
     def layers(self) -> dict[str, QKHeads]:
-        """The attention layers by name."""
+        """Return the heads of the attention layers, by name of the layer."""
         return {name: layer.heads for name, layer in self._layers.items()}
 
     def close(self) -> None:
-        """Look at no module any more."""
+        """Remove all hooks from the model."""
         while self._ends:
             self._ends.pop()()
 
@@ -125,10 +125,10 @@ class QKClip:
 
     @torch.no_grad()
     def observe(self, layer: str | nn.Module, logits: Tensor) -> None:
-        """Tell a layer's largest logits: (heads,), or (B, heads, T) as flex attention has them.
+        """Report a layer's largest logits: (heads,), or (B, heads, T) as of flex attention.
 
-        Of several in a step the largest counts. Under tensor parallel a rank tells those of its
-        own heads.
+        The largest of several reports in a step counts. Under tensor parallel a rank reports the
+        logits of its own heads.
         """
         name = self._name(layer)
         known = self._layers[name]
@@ -162,7 +162,7 @@ class QKClip:
         raise KeyError(f"{what} is no layer of this QKClip, which has {some(list(self._layers))}")
 
     def _largest(self) -> dict[str, Tensor]:
-        """By layer the largest logits over all ranks, (heads,) each; one all-reduce for all."""
+        """Return each layer's largest logits over all ranks, (heads,), by one joint all-reduce."""
         told, self._told = self._told, {}
         vectors = []
         for name, layer in self._layers.items():
@@ -179,10 +179,10 @@ class QKClip:
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
-        """Scale the heads that have passed tau; after `opt.step()`, on every rank.
+        """Scale the heads whose logits exceed tau; call it after `opt.step()`, on every rank.
 
-        Gives every layer's largest logits, (heads,), before the scaling. Raises on every rank if
-        one of them is not finite, or if a layer told none and `strict` is on: nothing is scaled
+        Return every layer's largest logits, (heads,), before the scaling. Raise on every rank if
+        a logit is not finite, or if a layer reported none and `strict` is on: nothing is scaled
         then. The host waits for the logits.
         """
         found = self._largest()
@@ -217,7 +217,7 @@ class QKClip:
             )
 
     def _table(self, gamma: Tensor, heads: QKHeads) -> Tensor:
-        """[1, factors of queries (H), of keys (G), of rotary queries (H)], of gamma (H,)."""
+        """Return [1, factors of queries (H), keys (G), rotary queries (H)] for gamma (H,)."""
         groups = gamma.view(heads.kv_heads, -1)
         if self.gamma_of == "group":
             groups = groups.amin(1, keepdim=True).expand_as(groups)
@@ -227,7 +227,7 @@ class QKClip:
 
 
 def _why_silent(module: nn.Module) -> str:
-    """The reason why an attention layer may have told no logits."""
+    """Return the reason why an attention layer may have reported no logits."""
     how = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if how != "sdpa":
         return (
@@ -243,7 +243,7 @@ def _why_silent(module: nn.Module) -> str:
 
 
 def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
-    """The heads that this rank computes, by the rows it has of the query weights."""
+    """Return the heads that this rank computes, from its rows of the query weights."""
     found: set[int] = set()
     for own, param in layer.module.named_parameters():
         weight = whole_name(without_wrappers(own))
@@ -268,7 +268,7 @@ def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
 
 
 def _require_heads_by_name(layers: Mapping[str, QKHeads]) -> None:
-    """Raise unless there are heads for every pattern of names."""
+    """Raise an error unless `layers` maps patterns of names to QKHeads."""
     example = 'layers={"blocks.*.attn": samestep.QKHeads.separate(32, 128, kv_heads=8)}'
     if not isinstance(layers, Mapping):
         raise TypeError(
@@ -289,7 +289,7 @@ def _require_heads_by_name(layers: Mapping[str, QKHeads]) -> None:
 def _found(
     opt: RuleOptimizer, model: nn.Module, layers: Mapping[str, QKHeads]
 ) -> dict[str, _Layer]:
-    """The modules that patterns name, with their parameters in the optimizer."""
+    """Return the modules that patterns match, with their parameters in the optimizer."""
     names = {param: name for _, name, param in members(opt.param_groups)}
     modules = {without_wrappers(n): module for n, module in unwrapped(model).named_modules()}
     found: dict[str, _Layer] = {}
@@ -326,7 +326,7 @@ def _found(
 
 
 def _lacking(module: nn.Module, heads: QKHeads) -> list[str]:
-    """The weights of some heads that a module does not have."""
+    """Return the names of the heads' weights that a module lacks."""
     there = {whole_name(without_wrappers(path)) for path, _ in module.named_parameters()}
     return [name for name in heads.weights if name not in there]
 
@@ -334,7 +334,7 @@ def _lacking(module: nn.Module, heads: QKHeads) -> list[str]:
 def _scaled(
     layer: str, module: nn.Module, heads: QKHeads, names: Mapping[Tensor, str]
 ) -> tuple[_Scaled, ...]:
-    """The weights of a layer's queries and keys, and their biases."""
+    """Return the query and key weights of a layer, and their biases."""
     found = []
     wanted = {name: name for name in heads.weights}
     wanted |= {f"{name.removesuffix('weight')}bias": name for name in heads.weights}

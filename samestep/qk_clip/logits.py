@@ -1,4 +1,4 @@
-"""The largest attention logit of each head: of queries and keys, or of a module as it runs."""
+"""The largest attention logit of each head, from queries and keys or from a running module."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,7 @@ def largest_logits(
     mask_mod: MaskMod | None = None,
     at_once: int = AT_ONCE,
 ) -> Tensor:
-    """The largest scale * q k of each query head, (H,), over pairs that may attend; -inf: none.
+    """Return each query head's largest scale * q k, (H,), over pairs that attend; -inf: none.
 
     query: (..., H, T, D), key: (..., G, S, D), where H is a multiple of G; masks are those of
     `scaled_dot_product_attention`, `score_mod` and `mask_mod` those of flex attention. Only q k
@@ -99,7 +99,7 @@ def largest_logits(
 
 
 def _heads_whole(what: str, tensor: Tensor) -> Tensor:
-    """This rank's part of queries or keys, which has all of its heads."""
+    """Return this rank's shard of queries or keys; raise if its positions are sharded."""
     if tensor.ndim < 3:
         raise ValueError(f"{what} must be (..., heads, places, D), got {tuple(tensor.shape)}")
     kept = tensor.ndim - 2
@@ -114,7 +114,7 @@ def _heads_whole(what: str, tensor: Tensor) -> Tensor:
 
 
 def _indices(logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sequence, head, place of the query and of the key, each broadcast to the logits."""
+    """Return indices of sequence, head, query and key, which broadcast to the logits."""
     batch, heads, rows, seen = (torch.arange(n, device=logits.device) for n in logits.shape)
     return batch.view(-1, 1, 1, 1), heads.view(-1, 1, 1), (rows + start).view(-1, 1), seen
 
@@ -124,7 +124,7 @@ def _attends(mask: Tensor) -> Tensor:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """While it is on, tells the largest logits of every `scaled_dot_product_attention`."""
+    """A mode that reports the largest logits of every `scaled_dot_product_attention`."""
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class AttentionCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run what was called, after a look at it."""
+        """Run a function; report the logits first if the function is attention."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             self._tell(_of_call(*args, **kwargs))
@@ -150,7 +150,7 @@ def _of_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The largest logits of `scaled_dot_product_attention` of the same arguments."""
+    """Return the largest logits of `scaled_dot_product_attention` with these arguments."""
     if query.is_nested or type(attn_mask) not in (type(None), Tensor):
         what = "nested tensors" if query.is_nested else f"a mask of {type(attn_mask).__name__}"
         raise TypeError(
@@ -169,14 +169,14 @@ def _without_autocast(kind: str) -> AbstractContextManager[Any]:
 
 
 def _under_autocast(tensor: Any, kind: str) -> Any:
-    """An argument as attention has it."""
+    """Cast an argument as autocast does for attention."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
 class _Hook:
-    """A hook of a module. A copy of the model has none: its logits are not the original's."""
+    """A hook of a module, which does nothing in a copy of the model."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
@@ -189,14 +189,14 @@ class _Hook:
 
 
 def _nothing(*_: object) -> None:
-    """The copied or loaded model belongs to no QK-clip."""
+    """Do nothing: a copied or loaded model belongs to no QK-clip."""
 
 
 def watched(module: nn.Module, tell: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Tell the largest logits of a module's attention whenever it runs in training.
+    """Report the largest logits of a module's attention whenever it runs in training.
 
-    Gives a function that ends it. Hooks alone: no function of torch is replaced. A compiled module
-    is not looked at, since dynamo fails on some methods of tensors while a mode is on.
+    Return a function that removes the hooks; no function of torch is replaced. A compiled module
+    is not watched, since dynamo fails on some methods of tensors while a mode is on.
     """
     calls = AttentionCalls(tell)
     entered: list[bool] = []

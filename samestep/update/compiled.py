@@ -1,4 +1,4 @@
-"""`compile=True`: the rules' math through torch.compile, one graph per signature."""
+"""The math of rules through torch.compile, for `compile=True`: one graph per signature."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType

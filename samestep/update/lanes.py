@@ -1,8 +1,8 @@
-"""Runs batches of blocks beside each other on two CUDA streams.
+"""Runs batches of blocks in parallel on two CUDA streams.
 
-The last tiles of a product leave most of a GPU idle, and passes over memory all of its matrix
-units: a second batch has work for both. It needs memory of its own, though, and large batches fill
-a GPU by themselves for so long that nothing is won: those run one after the other.
+The last tiles of a product leave most of a GPU idle, and passes over memory leave its matrix units
+idle: a second batch has work for both. A second batch needs memory of its own, though, and large
+batches fill a GPU for so long that nothing is won: large batches run one after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Batch:
 
     @property
     def temporary_bytes(self) -> int:
-        """Bytes of temporaries while the batch is orthogonalized.
+        """Return the bytes of temporaries while the batch is orthogonalized.
 
         Counted from `kernels/orthogonalize.py`. Receipts of `samestep bench step` before there were
         lanes have 1,966,083,072 and 6,039,801,344 bytes for gpt-1280 and gpt-2048, and the largest
@@ -46,9 +46,9 @@ class Batch:
 
 
 def dealt(batches: Sequence[Batch], *, sparing: bool = False) -> list[list[int]]:
-    """Assign batches to lanes, most work first.
+    """Assign batches to lanes, most work first; return the batch numbers of each lane.
 
-    sparing: in one lane, since memory is short.
+    sparing: use one lane, since memory is short.
     """
     flops = [batch.flops for batch in batches]
     lanes: list[list[int]] = [[] for _ in range(LANES)]
@@ -60,7 +60,7 @@ def dealt(batches: Sequence[Batch], *, sparing: bool = False) -> list[list[int]]
 
 
 def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) -> int:
-    """Bytes that all lanes need at once."""
+    """Return the bytes of temporaries that all lanes need at once."""
     sizes = [batch.temporary_bytes for batch in batches]
     return sum(max((sizes[number] for number in lane), default=0) for lane in lanes)
 
@@ -68,10 +68,10 @@ def temporary_bytes(batches: Sequence[Batch], lanes: Sequence[Sequence[int]]) ->
 def side_by_side(
     lanes: Sequence[Sequence[int]], run: Callable[[int], T], device: torch.device
 ) -> list[T]:
-    """Run the batches; results are ready for the current stream.
+    """Run all batches and return their results in order, ready for the current stream.
 
-    The first lane is the current stream. What another one reads has to be kept until this returns:
-    memory of the current stream that is free is given to the first lane.
+    The first lane is the current stream. Tensors that another lane reads must be kept alive until
+    this returns: the first lane gets memory of the current stream that is freed.
     """
     if device.type != "cuda" or len(lanes) == 1:
         found = {number: run(number) for lane in lanes for number in lane}
@@ -93,5 +93,5 @@ def side_by_side(
 
 @cache
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """The CUDA stream of a lane."""
+    """Return the CUDA stream of a lane."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

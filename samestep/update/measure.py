@@ -1,8 +1,8 @@
 """Measures which kernels are fastest for symmetric products, once per shape and machine.
 
-What is measured is a batch of a fixed size, so that the choice depends on the shape of a block
-alone: its result must not depend on its company. The first rank measures and tells the others.
-All ways take turns until the chip is as hot as in training: then power limits it, not time.
+A batch of a fixed size is measured, so that the choice depends on the shape of a block alone: its
+result must not depend on other blocks. The first rank measures and sends its choices to the others.
+All ways take turns until the chip is as hot as in training, where power limits its speed.
 """
 
 import json
@@ -39,7 +39,7 @@ def settle(
     group: RankGroup | None,
     measure: Measure | None = None,
 ) -> None:
-    """Choose kernels for the products of some blocks. Collective with a group."""
+    """Choose kernels for the symmetric products of blocks; a collective if given a group."""
     wanted = sorted({shape for block in blocks for shape in products_of(*block)})
     found: dict[Shape, Way] = {}
     if group is None or group.rank == 0:
@@ -56,7 +56,7 @@ def _measured(
     device: torch.device,
     measure: Measure,
 ) -> dict[Shape, Way]:
-    """Choices by shape, from the cache or by measuring."""
+    """Return the choice for each shape, from the cache file or by measuring."""
     known = {**_kept(device), **settled}
     unknown = [shape for shape in shapes if shape not in known and not _goes_by_rule(shape, device)]
     if unknown and measure is milliseconds:
@@ -70,7 +70,7 @@ def _measured(
 
 
 def _goes_by_rule(shape: Shape, device: torch.device) -> bool:
-    """Whether a rule decides without measuring."""
+    """Whether `way_of` decides for a shape without measuring."""
     size, _ = shape
     if device.type != "cuda" or size < KNOWN_SIZE:
         return False
@@ -99,7 +99,7 @@ def _compile(shapes: Iterable[Shape], device: torch.device) -> None:
 
 
 def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:
-    """Time of a batch of products; infinite if the tiles do not fit the device."""
+    """Return the time of a batch of products by each way, in ms; inf: tiles do not fit."""
     from triton.runtime.errors import OutOfResources
 
     from samestep.kernels.symmetric import symmetric_product
@@ -121,7 +121,7 @@ def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:
 
 
 def _timed(function: Callable[[], object], count: int) -> float:
-    """Milliseconds of a call on the device."""
+    """Return the mean time of a call on the device, in ms."""
     event: Any = torch.cuda.Event
     begin, end = event(enable_timing=True), event(enable_timing=True)
     begin.record()
@@ -136,7 +136,7 @@ def _timed(function: Callable[[], object], count: int) -> float:
 
 
 def _kept(device: torch.device) -> dict[Shape, Way]:
-    """Read the cache file."""
+    """Read the choices for a device from the cache file; none if it cannot be read."""
     try:
         entries = json.loads(_file().read_text())[_key(device)]
         return _ways(entries)
@@ -145,7 +145,7 @@ def _kept(device: torch.device) -> dict[Shape, Way]:
 
 
 def _keep(ways: Mapping[Shape, Way], device: torch.device) -> None:
-    """Write the cache file, atomically."""
+    """Write choices for a device to the cache file, atomically."""
     path = _file()
     with suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ class UpdateSizes:
         self._totals: Tensor | None = None
 
     def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
-        """Add squares, (B,), of present blocks on this rank."""
+        """Add the sums of squares, (B,), of the blocks of this rank that are present."""
         for operand, square in zip(operands, squares, strict=True):
             if operand.counted:
                 square = square * operand.share
@@ -37,7 +37,7 @@ class UpdateSizes:
         device: torch.device,
         apart: Mapping[RankGroup, Sequence[int]],
     ) -> None:
-        """Start summing over ranks."""
+        """Start summing squares and sizes over ranks, without waiting."""
         totals = torch.zeros(2, self._groups, dtype=torch.float64, device=device)
         for index, square, size in self._sums:
             totals[0, index] += square.to(device)
@@ -56,7 +56,7 @@ class UpdateSizes:
             self._pending.append((rest, total("update sizes", part, group)))
 
     def rms(self) -> Tensor | None:
-        """(groups,): NaN for a group in which nothing was present."""
+        """Return the RMS per group, (groups,); NaN: nothing was present. None before `combine`."""
         for indices, pending in self._pending:
             assert self._totals is not None
             self._totals[:, indices] = pending.wait().view(2, -1)
@@ -65,11 +65,11 @@ class UpdateSizes:
 
 
 class Outliers:
-    """Counts of blocks whose update was larger than possible.
+    """Counts of blocks whose update exceeded the largest possible norm.
 
-    It should never happen: then the orthogonalization has left its basin, or a gradient was not
-    finite. Kernels write flags into the host's memory; of what plain torch does on a GPU only
-    `counts` tells.
+    An outlier means that the orthogonalization has left its basin, or that a gradient was not
+    finite. Kernels write flags into the host's memory; outliers of plain torch on a GPU are
+    only in `counts`.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Outliers:
     def look_at(
         self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
     ) -> None:
-        """Check squares of directions, (B,)."""
+        """Count directions whose squares, (B,), exceed `largest_norm` squared or are NaN."""
         flags = squares.le(largest_norm**2).logical_not_()  # so that NaN counts
         if only_if is not None:
             flags &= only_if != 0
@@ -89,11 +89,11 @@ class Outliers:
         self._found[group] = count if known is None else known + count.to(known.device)
 
     def watch(self, group: int, flags: Sequence[Tensor]) -> None:
-        """Also count flags that kernels set."""
+        """Count also the flags that kernels set."""
         self._flags.setdefault(group, []).extend(flags)
 
     def counts(self, groups: int) -> Tensor:
-        """Outliers per group, (groups,)."""
+        """Return the number of outliers per group, (groups,)."""
         device = next((count.device for count in self._found.values()), torch.device("cpu"))
         counts = torch.zeros(groups, dtype=torch.int64, device=device)
         for group, count in self._found.items():
@@ -103,7 +103,7 @@ class Outliers:
         return counts
 
     def new(self) -> int | None:
-        """A group with a new outlier, without waiting for the device."""
+        """Return a group with an outlier, once, without waiting for the device; None otherwise."""
         if self._told:
             return None
         for group, flags in self._flags.items():
@@ -125,7 +125,7 @@ class StepNumbers(NamedTuple):
 
 
 def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) -> Tensor:
-    """Number of present parameters per group, (groups,)."""
+    """Return the number of present parameters per group, (groups,)."""
     known, flags = [0] * groups, []
     for index, flag in present:
         if isinstance(flag, Tensor):
@@ -143,7 +143,7 @@ def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) ->
 
 
 def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
-    """Sum of all squares in float64, (); None without gradients."""
+    """Return the sum of all squares, () float64; None without gradients."""
     grads = list(grads)
     if not grads:
         return None
@@ -157,7 +157,7 @@ def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
 
 
 def can_sum_with_kernels(grads: list[Tensor]) -> bool:
-    """Whether a kernel can read the gradients."""
+    """Whether a kernel can sum the gradients: one device, contiguous, not float64."""
     return (
         len({grad.device for grad in grads}) == 1
         and all(map(Tensor.is_contiguous, grads))
@@ -166,5 +166,5 @@ def can_sum_with_kernels(grads: list[Tensor]) -> bool:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor on gradients: min(1, max_norm / (norm + 1e-6)), as torch clips."""
+    """Return the factor on gradients, min(1, max_norm / (norm + 1e-6)), as torch clips."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

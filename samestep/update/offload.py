@@ -1,11 +1,11 @@
-"""State that stays on the host: staging buffers of the device, and the copies into and out of them.
+"""Offloaded state: staging buffers on the device, and the copies between host and buffers.
 
-Windows come in on one stream and go back on another, beside the computation. Three waits keep this
-right: the computation waits for a window that it needs; a window goes back after what was computed
-so far; and a buffer is filled again when the window that it had is back.
+Windows of state come in on one stream and go back on another, beside the computation. Three waits
+keep this right: the computation waits for a window that it needs; a window goes back after all work
+enqueued so far; and a buffer is refilled once its previous window is back.
 
-On CPU there are no streams. There a stand-in puts copies off until somebody waits for them, so that
-a missing wait gives wrong numbers also where there is no GPU.
+The CPU has no streams. A stand-in there delays copies until they are waited for, so that a missing
+wait gives wrong numbers also without a GPU.
 """
 
 from collections import deque
@@ -23,27 +23,27 @@ Copies = Sequence[tuple[Tensor, Tensor]]  # into, from
 
 
 class Streams(Protocol):
-    """Copies beside the computation; an event is over when all that came before it is."""
+    """Copies beside the computation; an event is done once all work before the event is done."""
 
     def bring(self, copies: Copies, after: Any) -> Any:
-        """Start copies to the device once an event is over (None: at once); give their event."""
+        """Start copies to the device after an event (None: at once); return their event."""
         ...
 
     def take_back(self, copies: Copies) -> Any:
-        """Start copies to the host, after all that was computed so far; give their event."""
+        """Start copies to the host after all work enqueued so far; return their event."""
         ...
 
     def wait(self, event: Any) -> None:
-        """Let all that is computed from now on come after an event."""
+        """Let all computation from now on wait for an event."""
         ...
 
     def finish(self) -> None:
-        """Return when all copies are over."""
+        """Wait until all copies are done."""
         ...
 
 
 class CudaStreams:
-    """Two streams of a GPU: one into it, one out of it."""
+    """Two CUDA streams: one for copies to the device, one for copies to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +78,7 @@ class CudaStreams:
 
 
 class LateCopies:
-    """The stand-in: both streams in order, each copy only when somebody waits for it."""
+    """A stand-in for streams on CPU: copies run in order, each only when it is waited for."""
 
     def __init__(self) -> None:
         self._into: deque[Callable[[], None]] = deque()
@@ -91,7 +91,7 @@ class LateCopies:
         return self._put_off(self._into, copies)
 
     def take_back(self, copies: Copies) -> Any:
-        """See `Streams`; what was computed is there already."""
+        """See `Streams`; on CPU all results are there already."""
         return self._put_off(self._out, copies)
 
     def _put_off(self, stream: deque[Callable[[], None]], copies: Copies) -> Callable[[], None]:
@@ -122,7 +122,7 @@ class LateCopies:
 
 
 class _Staged(NamedTuple):
-    """A window in its buffer: views of that, beside what they are copies of."""
+    """A window's host tensors (`home`), and the views of the buffer that copy them (`here`)."""
 
     home: tuple[State, ...]
     here: list[State]
@@ -130,7 +130,7 @@ class _Staged(NamedTuple):
 
 @dataclass
 class _There:
-    """A window that is on its way, or there; `in_use`: somebody has waited for it."""
+    """A window that is in a buffer or being copied there; `in_use`: a step has waited for it."""
 
     slot: int
     here: list[State]
@@ -141,10 +141,10 @@ class _There:
 
 
 class Staging:
-    """The staging buffers of an optimizer, and which windows are in them.
+    """The staging buffers of an optimizer, and the windows of state that they hold.
 
-    Views of a window are the same tensors in every step, as long as its state is: kernels keep
-    tables of their addresses.
+    A window's views are the same tensors in every step while its state tensors stay the same:
+    kernels keep tables of their addresses.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -159,11 +159,11 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
+        """Return the bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def make_room(self, sizes: Sequence[int]) -> None:
-        """Have buffers of at least these sizes, in bytes."""
+        """Allocate buffers of these sizes, in bytes, unless they exist."""
         if [buffer.nbytes for buffer in self._buffers] == list(sizes):
             return
         self._buffers, self._known = [], {}  # first let go of those that were there
@@ -181,9 +181,9 @@ class Staging:
         goes_back: Sequence[State],
         wanted: Sequence[bool],
     ) -> None:
-        """Start bringing the wanted states of a window into a buffer, once that is free.
+        """Start copying the wanted states of a window into a buffer, once the buffer is free.
 
-        goes_back: what the window changes of it.
+        goes_back: the part of each state that the step changes.
         """
         here = self._views(window, slot, home)
         copies = [
@@ -203,14 +203,14 @@ class Staging:
         return known.here
 
     def arrived(self, window: Hashable) -> list[State]:
-        """Wait for a window, and give its states on the device; those not wanted hold anything."""
+        """Wait for a window and return its states on the device; unwanted ones are undefined."""
         there = self._there[window]
         self._streams.wait(there.event)
         there.in_use = True  # not before: until then the buffer holds something else
         return there.here
 
     def give_back(self, window: Hashable) -> None:
-        """Start copying a window to the host."""
+        """Start copying a window back to the host."""
         there = self._there[window]
         copies = [
             (tensor, own[key])
@@ -222,16 +222,16 @@ class Staging:
         del self._there[window]  # not before: a step that is broken off gives it back as well
 
     def break_off(self) -> None:
-        """The step goes no further: give back what it may have changed, and finish.
+        """Abort a step: copy back the windows that it may have changed, and finish.
 
-        Of a step that is over this does nothing.
+        After a complete step this does nothing.
         """
         for window in [window for window, there in self._there.items() if there.in_use]:
             self.give_back(window)
         self.finish()
 
     def finish(self) -> None:
-        """All state is back on the host: others may read it."""
+        """Wait until all state is back on the host."""
         if self._there or self._returned:
             self._streams.finish()
         self._there, self._returned = {}, {}
@@ -245,7 +245,7 @@ def _are_the_same(known: Sequence[State], found: Sequence[State]) -> bool:
 
 
 def _carved(buffer: Tensor, home: Sequence[State]) -> list[State]:
-    """Room for state in a buffer: contiguous tensors of the same shapes and dtypes."""
+    """Return views of a buffer for state: contiguous tensors of the same shapes and dtypes."""
     found: list[State] = []
     start = 0
     for state in home:

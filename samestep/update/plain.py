@@ -1,6 +1,6 @@
 """Runs rules in plain torch: read, update, write back.
 
-Rules are pure; this file decides what they are given. Same-shape blocks become one
+Rules are pure functions; this module prepares their inputs. Same-shape blocks become one
 stack, so that each shape costs one batched orthogonalization. Math is in 32 bits or more,
 whatever the dtype of the parameter.
 """
@@ -48,7 +48,7 @@ Scalars = Mapping[str, Tensor]
 
 
 class Operand(NamedTuple):
-    """Views of a parameter or block, with gradient and state."""
+    """A parameter, or a view of a block, with its gradient and state."""
 
     param: Tensor
     grad: Tensor
@@ -61,7 +61,7 @@ class Operand(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Shape of a block as a matrix."""
+        """Return the rows and columns of a block as a matrix."""
         rows = self.param.shape[0] if self.rows is None else self.rows
         return rows, self.param.numel() // rows
 
@@ -79,7 +79,7 @@ class GroupMath(NamedTuple):
     bounds: "Outliers | None" = None
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """A gradient in the dtype of the math, unscaled."""
+        """Return a gradient times `factor` (then in 32 bits or more), negated under `maximize`."""
         if self.factor is not None:
             wide = torch.promote_types(grad.dtype, torch.float32)
             grad = grad.to(wide) * self.factor.to(wide)
@@ -90,7 +90,7 @@ GroupMaths = Callable[[int, torch.device], GroupMath]  # by index of the group
 
 
 class Result(NamedTuple):
-    """New values, and squares of the direction on request."""
+    """New parameter and state, and the direction's sum of squares if it was measured."""
 
     param: Tensor
     state: State
@@ -122,7 +122,7 @@ def run_rule(
 
 
 def direction_squares(direction: Tensor, kind: str = "matrix") -> Tensor:
-    """The sum of squares of a direction, (), or of each block of a stack, (B,), in float64."""
+    """Return a direction's sum of squares, (), or each block's of a stack, (B,), in float64."""
     dims = (-2, -1) if kind == "matrix" else None
     norms: Tensor = torch.linalg.vector_norm(direction, dim=dims, dtype=torch.float64)
     return norms.square()
@@ -131,9 +131,9 @@ def direction_squares(direction: Tensor, kind: str = "matrix") -> Tensor:
 def update_together(
     rule: Rule, operands: Sequence[Operand], math: "GroupMath", run: UpdateFunction
 ) -> bool:
-    """Update all operands in one call; False if that is unsupported.
+    """Update all operands in one call; return False if that is unsupported.
 
-    It can where nothing is selected, converted or measured.
+    One call is supported if nothing is selected, converted or measured.
     """
     if math.only_if is not None or math.sizes is not None or run is not run_rule:
         return False
@@ -158,7 +158,7 @@ def is_bounded(rule: Rule | StagedRule) -> TypeGuard[BoundedRule]:
 
 
 def _is_plain(operand: Operand) -> bool:
-    """Whether no dtype needs conversion."""
+    """Whether an operand needs no dtype conversion and no presence flag."""
     dtype = operand.param.dtype
     tensors = (operand.grad, *operand.state.values())
     return (
@@ -179,7 +179,7 @@ def update_elementwise(
 ) -> Tensor | None:
     """Apply an elementwise rule to a parameter in place; if the flag is False, change nothing.
 
-    Gives the sum of squares of the direction, (1,), if it is to be measured.
+    Return the sum of squares of the direction, (1,), if `measure` is on.
     """
     param, grad, state = _read(operand)
     # Nothing to select or convert afterwards: the rule may write into place by itself.
@@ -204,7 +204,7 @@ def update_blocks(
 ) -> Tensor | None:
     """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack.
 
-    Gives the sums of squares of their directions, (B,), if they are to be measured.
+    Return the sums of squares of the directions, (B,), if `measure` is on.
     """
     matrix = operands[0].matrix
     params, grads, states = zip(*map(_read, operands), strict=True)
@@ -235,9 +235,9 @@ def update_blocks(
 
 
 def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[Operand]]:
-    """Group blocks by shape, dtype and device.
+    """Group blocks into stacks by shape, dtype and device.
 
-    `most`: elements of a stack, unless one block has more; None: `STACK_ELEMENTS`.
+    `most`: the most elements of a stack, unless one block has more; None: `STACK_ELEMENTS`.
     """
     by_kind = defaultdict(list)
     for block in blocks:
@@ -250,10 +250,10 @@ def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[
 
 
 def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
-    """Inputs of a rule in the dtype of the math.
+    """Return parameter, gradient and state in the dtype of the math.
 
-    Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
-    there the parameter counts.
+    An element of the parameter that is not its rounded main parameter was edited or loaded since:
+    the parameter's value is used there.
     """
     param, grad, state = operand.param, operand.grad, operand.state
     dtype = math_dtype(param)
@@ -262,7 +262,7 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
 
 
 def wide_state(param: Tensor, state: State) -> State:
-    """State in the dtype of the math."""
+    """Return the moments of a state in the dtype of the math."""
     dtype = math_dtype(param)
     found = {}
     for key in moment_keys(tuple(state)):
@@ -275,13 +275,13 @@ def wide_state(param: Tensor, state: State) -> State:
 
 @lru_cache(maxsize=256)
 def moment_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Keys of moments in a state."""
+    """Return the keys of a state without main parameters, remainders and scales."""
     skipped = {*MASTERS, *(key + SCALE_SUFFIX for key in keys)}
     return tuple(key for key in keys if key not in skipped)
 
 
 def _blocked_dim(codes: Tensor, scale: Tensor) -> int:
-    """Dim whose neighbours share scales."""
+    """Return the dim along which neighbouring codes share a scale."""
     pairs = zip(codes.shape, scale.shape, strict=True)
     return next((dim for dim, (many, few) in enumerate(pairs) if many != few), codes.ndim - 1)
 
@@ -292,7 +292,7 @@ def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def exact_value(param: Tensor, state: State) -> Tensor:
-    """A parameter in the dtype of the math, from its main parameter where valid."""
+    """Return a parameter in the dtype of the math, from its main parameter where valid."""
     if REMAINDER_KEY in state:
         return join_remainder(param, state[REMAINDER_KEY])
     dtype = math_dtype(param)
@@ -304,7 +304,7 @@ def exact_value(param: Tensor, state: State) -> Tensor:
 
 
 def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where to write a new value: parameter and main parameter."""
+    """Yield pairs of target and new value, for the parameter and its main parameter."""
     if REMAINDER_KEY in state:
         rounded, rest = split_remainder(value)
         yield param, rounded
@@ -319,9 +319,9 @@ def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tupl
 def state_pairs(
     state: State, new: State, step: Tensor | None, origin: Origin | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where to write new moments, in their formats.
+    """Yield pairs of target and new value for moments, in their formats.
 
-    Elements that are rounded at random are so by bits of their own, which `origin` knows.
+    Random rounding draws bits for each element from `origin`.
     """
     for key in moment_keys(tuple(state)):
         tensor, value = state[key], new.get(key, step)
@@ -365,7 +365,7 @@ def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:
 
 
 def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
-    """Copy new values into place."""
+    """Copy new values into an operand, unless a flag is False."""
     param, state, present = operand.param, operand.state, operand.present
     if present is not None:
         only_if = present if only_if is None else only_if & present
@@ -377,14 +377,14 @@ def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
 
 
 def new_count(state: State, new: State) -> Tensor | None:
-    """Step count after this step."""
+    """Return the step count after this step; None if the state has none."""
     if STEP in new:
         return new[STEP]
     return state[STEP] + 1 if STEP in state else None
 
 
 class StepScalars:
-    """Device scalars of each group, refilled every step.
+    """Scalars of each group on its devices, refilled every step.
 
     Their identity and dtype never change, so a compiled update is never recompiled for a
     new learning rate, and nothing waits for the device.
@@ -418,10 +418,10 @@ class StepScalars:
 
 
 def _as_one_vector(values: Mapping[str, float | Tensor], device: torch.device) -> Scalars:
-    """Scalars as one vector, for XLA.
+    """Return scalars as elements of one vector, for XLA.
 
     A single 0 or 1 would be a constant of the program, so that a schedule that ends in 0 compiles
-    again; a vector never is one. What is a tensor on the device stays there.
+    again; a vector never is one. Scalars that are tensors on the device stay there.
     """
     there = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device == device}
     here = {key: float(value) for key, value in values.items() if key not in there}

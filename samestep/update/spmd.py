@@ -1,8 +1,8 @@
-"""A step over the devices of one XLA program: state divided between them, blocks whole on one each.
+"""A step over the devices of one XLA program: state is sharded, each block whole on one device.
 
-Nothing here sends anything. Tensors are told where they lie (`tiling.py`), and XLA's partitioner
-writes the collectives: gradients are global before the step, state stays in parts, the momentum of
-Muon's blocks is brought together block by block, and updates go back to wherever parameters lie.
+This module calls no collectives. Tensors get sharding annotations (`tiling.py`), and XLA's
+partitioner inserts the collectives: gradients are global before the step, state stays sharded, the
+momentum of Muon's blocks is gathered block by block, and updates follow the parameters' sharding.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ def run_spmd_rule(
     options: Mapping[str, Any],
     measure: bool = False,
 ) -> Result:
-    """`run_rule` in a program for several devices.
+    """Run a rule like `run_rule`, in a program for several devices.
 
-    An elementwise rule runs on parts, as its state lies. Of a stack of blocks, (B, rows, cols),
-    each device has some, whole; one alone is computed by all.
+    An elementwise rule runs on shards, as its state is sharded. A stack of blocks, (B, rows, cols),
+    is sharded by whole blocks; a single block is computed by all devices.
     """
     everywhere = whole_on_all()
     if everywhere is None:
@@ -58,6 +58,6 @@ def run_spmd_rule(
 
 
 def _along(of_blocks: Tiling, tensor: Tensor) -> Tiling:
-    """The tiling of another tensor of these blocks, (B, ...)."""
+    """Return the tiling of another tensor of these blocks, (B, ...)."""
     one = of_blocks.tiles[0] == 1
     return of_blocks.whole(tensor.ndim) if one else of_blocks.of_first_dim(tensor.ndim)

@@ -26,14 +26,14 @@ from samestep.update.plain import BATCH_ELEMENTS, GroupMath, Operand
 
 
 class Job(NamedTuple):
-    """Tensors of one kernel launch."""
+    """The tensors of one kernel launch, and their places among the operands."""
 
     places: list[int]  # among the operands
     tensors: AdamWTensors | MuonBlocks
 
 
 class KernelPlan:
-    """Batches of a group's operands, rebuilt if tensors are replaced."""
+    """The batches of a group's operands for kernels; rebuilt if tensors are replaced."""
 
     def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int | None) -> None:
         self.params = [operand.param for operand in operands]
@@ -60,7 +60,7 @@ class KernelPlan:
         return [self.params[place] for place in places], [self.states[place] for place in places]
 
     def is_for(self, operands: Sequence[Operand]) -> bool:
-        """Whether no tensor was replaced."""
+        """Whether the plan still fits: no parameter or state was replaced since."""
         return (
             len(operands) == len(self.params)
             and all(map(operator.is_, self.states, [operand.state for operand in operands]))
@@ -70,16 +70,16 @@ class KernelPlan:
         )
 
     def outliers(self) -> list[Tensor]:
-        """Outlier flags of blocks, which kernels set."""
+        """Return the outlier flags of blocks, which kernels set, one tensor per launch."""
         jobs = [job.tensors for batch in self.batches for job in batch]
         return [blocks.outliers for blocks in jobs if isinstance(blocks, MuonBlocks)]
 
     def temporary_bytes(self) -> int:
-        """About the bytes of temporaries of Muon blocks."""
+        """Return the approximate bytes of temporaries of Muon blocks."""
         return temporary_bytes(self._blocks(), self.lanes)
 
     def _blocks(self) -> list[Batch]:
-        """Outlier flags per batch."""
+        """Return the number and shape of the blocks of each batch."""
         found = []
         for batch in self.batches:
             blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
@@ -88,7 +88,7 @@ class KernelPlan:
         return found
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
-        """Gradients per batch, passed as addresses."""
+        """Yield the gradients of each batch, as tables of addresses."""
         jobs = [job for batch in self.batches for job in batch]
         order = [place for job in jobs for place in job.places]
         table = Table([[operands[place].grad for place in order]])
@@ -113,7 +113,7 @@ Plans = dict[object, KernelPlan]  # by group, device, and number and first of op
 def compile_kernels(groups: Sequence[OfGroup], plans: Plans, most: int | None = None) -> None:
     """Make the plans of some groups on one device, and compile the kernels of all of them.
 
-    A step that begins without plans calls it first, so that no group waits for those before it.
+    A step that begins without plans calls this first, so that groups compile in parallel.
     """
     runs: list[Callable[[], object]] = []
     device = groups[0][2][0].param.device
@@ -133,9 +133,9 @@ def update_with_kernels(
     plans: Plans,
     most: int | None = None,
 ) -> list[Operand]:
-    """Update operands with kernels; returns those they do not support.
+    """Update operands with kernels; return the operands that kernels do not support.
 
-    `most`: elements that are orthogonalized at once; None: `BATCH_ELEMENTS`.
+    `most`: the most elements orthogonalized at once; None: `BATCH_ELEMENTS`.
     """
     device = operands[0].param.device
     if not can_run(math, device):
@@ -154,7 +154,7 @@ def update_with_kernels(
 def _plan_for(
     math: GroupMath, index: int, operands: Sequence[Operand], plans: Plans, most: int | None
 ) -> tuple[KernelPlan, bool]:
-    """Cached plan of operands, and whether it is new."""
+    """Return the cached plan of operands, and whether it is new."""
     # A group may come in several buckets.
     key = index, operands[0].param.device, len(operands), id(operands[0].state)
     plan = plans.get(key)
@@ -169,7 +169,7 @@ def _plan_for(
 def _run_all(
     plan: KernelPlan, math: GroupMath, operands: Sequence[Operand], *, beside: bool = False
 ) -> list[list[Tensor]]:
-    """Run all batches."""
+    """Run all batches of a plan in their lanes."""
     only_if = None if math.only_if is None else math.only_if.double()
     step = Step(math.scalars, math.options, math.factor, math.maximize, only_if)
     grads = list(plan.gradients(operands))
@@ -188,7 +188,7 @@ def _run_all(
 
 
 def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
-    """Why kernels do not support all operands of a group."""
+    """Return the reason why kernels do not support all operands of a group; None if they do."""
     for operand in operands:
         if type(math.rule) is AdamWRule and math.sizes is not None:
             return "update_rms=True, which no kernel measures for AdamW"
@@ -275,7 +275,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # what kernels round at 
 
 
 def _origin_fits(operand: Operand) -> bool:
-    """Whether kernels support its stochastic rounding."""
+    """Whether kernels support the stochastic rounding of an operand."""
     origin, sizes = operand.origin, _block_sizes(operand)
     if origin is None:
         return True
@@ -284,13 +284,13 @@ def _origin_fits(operand: Operand) -> bool:
 
 
 def _block_sizes(operand: Operand) -> dict[str, int]:
-    """Codes per scale, by state key."""
+    """Return the number of codes per scale, by state key."""
     state = operand.state
     return {key: codes_per_scale(state, key) for key in state if key + SCALE_SUFFIX in state}
 
 
 def _origins(operands: Sequence[Operand], places: Sequence[int]) -> list[Origin] | None:
-    """Global indices of operands for stochastic rounding; None without it."""
+    """Return the origins of operands for stochastic rounding; None without it."""
     origins = [operands[place].origin for place in places]
     return [origin for origin in origins if origin is not None and origin.seeds] or None
 
@@ -303,14 +303,14 @@ def _grad_fits(operand: Operand) -> bool:
 
 
 def _strides(operand: Operand) -> MatrixStrides | None:
-    """Strides of an interleaved matrix."""
+    """Return the strides of an interleaved matrix; None if it is contiguous."""
     if operand.rows is None or operand.param.is_contiguous():
         return None
     return strides_of(operand.param)
 
 
 def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
-    """Group operands by dtypes and rounding."""
+    """Group the places of operands by dtypes and rounding."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for place in places:
         operand = operands[place]
@@ -324,7 +324,7 @@ def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[in
 def _batches(
     operands: Sequence[Operand], places: Sequence[int], most: int
 ) -> Iterator[list[list[int]]]:
-    """Group blocks by shape, up to transposition."""
+    """Yield batches of blocks of one shape, up to transposition, as places by launch."""
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place in places:
         by_shape[tuple(sorted(operands[place].matrix))].append(place)
@@ -340,7 +340,7 @@ def _batches(
 
 
 def _writes(operands: Sequence[Operand]) -> Tensor | None:
-    """Presence flags, (count,) float64; None: all are present."""
+    """Return the presence flags, (count,) float64; None: all operands are present."""
     if not [operand for operand in operands if operand.present is not None]:
         return None
     one = torch.ones((), dtype=torch.float64, device=operands[0].param.device)

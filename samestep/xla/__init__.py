@@ -1,1 +1,1 @@
-"""Parameters on XLA devices: where their state lies, and how the partitioner gets whole blocks."""
+"""Parameters on XLA devices: sharding of their state, and whole blocks for the partitioner."""

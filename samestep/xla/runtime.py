@@ -1,4 +1,4 @@
-"""The XLA runtime: whether it is here, its devices, what was compiled and read, who holds what."""
+"""The XLA runtime: its presence, its devices, counts of compilations and reads, shards."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def missing() -> str | None:
-    """Why there is no XLA here; None: there is."""
+    """Return the reason why XLA is unavailable; None if it is available."""
     if find_spec("torch_xla") is not None:
         return None
     return (
@@ -27,10 +27,10 @@ def missing() -> str | None:
 
 
 def start(devices: int) -> torch.device:
-    """Begin to use so many devices in this process, which has not used XLA before.
+    """Start XLA on a number of devices in this process, which has not used XLA before.
 
-    Where PJRT_DEVICE is not set these are virtual ones of the CPU. From two on there is one program
-    for all of them (SPMD), to which tensors are whole.
+    If PJRT_DEVICE is not set, the devices are virtual CPU devices. Two or more devices run one
+    program (SPMD), in which tensors are global. Return the torch device.
     """
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     if os.environ["PJRT_DEVICE"] == "CPU":
@@ -50,7 +50,7 @@ def start(devices: int) -> torch.device:
 
 
 def spmd_devices() -> dict[int, str]:
-    """The devices of this SPMD program, by id, and the slice that each is in."""
+    """Return the slice of each device of this SPMD program, by device id."""
     reason = missing()
     if reason is not None:
         raise RuntimeError(f"a mesh of XLA devices cannot be made: {reason}")
@@ -69,19 +69,19 @@ def spmd_devices() -> dict[int, str]:
 
 
 def sync() -> None:
-    """Run all that was asked for so far, as one program."""
+    """Run all pending operations, as one program."""
     import torch_xla
 
     torch_xla.sync()
 
 
 def programs() -> int:
-    """How many programs this process has compiled."""
+    """Return the number of programs that this process has compiled."""
     return _count("CompileTime")
 
 
 def host_reads() -> int:
-    """How many times the host has read something from a device, waiting for it."""
+    """Return the number of transfers from a device for which the host has waited."""
     return _count("TransferFromDeviceTime")
 
 
@@ -93,14 +93,14 @@ def _count(metric: str) -> int:
 
 
 def held_by(tensor: Tensor) -> list[Tensor]:
-    """What each device holds of a tensor, on the host: a part with its padding, or all of it."""
+    """Return each device's shard of a tensor, with its padding, on the host; or all of it."""
     return [shard.data for shard in _shards(tensor)] or [tensor.cpu()] * _devices()
 
 
 def seen_by(tensor: Tensor) -> list[Tensor]:
-    """The whole tensor as each device would put it together, on the host.
+    """Return the whole tensor as each device would assemble it, on the host.
 
-    Of every element its own copy, where it has one; else that of the first device that has.
+    Elements come from the device's own shard, or else from the first device that holds them.
     """
     parts = []
     for shard in _shards(tensor):
@@ -127,7 +127,7 @@ def _devices() -> int:
 
 
 def _shards(tensor: Tensor) -> list[Any]:
-    """By device; none if nobody has said where the tensor lies, or there is one device."""
+    """Return a tensor's shards by device; none without a sharding annotation or SPMD."""
     import torch_xla
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr

@@ -1,8 +1,8 @@
-"""How a tensor lies over the devices of one XLA program: tiles of each dim, and copies of tiles.
+"""The sharding of a tensor over the devices of one XLA program: tiles, and copies of tiles.
 
-With SPMD a process has one program for all devices, and tensors are whole to it. Which device holds
-which part is an annotation on the tensor, `xs.mark_sharding`, that the partitioner obeys. Where a
-parameter and its state lie is said before a step, and again after it.
+With SPMD a process has one program for all devices, in which tensors are global. An annotation on
+the tensor, `xs.mark_sharding`, assigns its tiles to devices, and the partitioner obeys it. A
+parameter and its state are annotated before a step, and again after the step.
 """
 
 import math
@@ -18,10 +18,10 @@ from samestep.rules.state import State
 
 
 class Tiling(NamedTuple):
-    """Parts and copies of a tensor.
+    """The tiles of a tensor, and the devices that hold copies of each tile.
 
-    tiles: into how many parts each dim is cut; the last ones of a dim may be short, or empty.
-    devices: their ids, tile after tile (the last dim's fastest), the copies of a tile together.
+    tiles: the number of parts of each dim; the last parts of a dim may be short, or empty.
+    devices: device ids, tile after tile (the last dim's fastest), the copies of a tile together.
     """
 
     tiles: tuple[int, ...]
@@ -29,12 +29,12 @@ class Tiling(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """On how many devices each tile is."""
+        """Return the number of devices that hold each tile."""
         return len(self.devices) // math.prod(self.tiles)
 
     @property
     def tile_of(self) -> dict[int, tuple[int, ...]]:
-        """By device, which tile it has: its number along each dim."""
+        """Return the tile of each device: its index along each dim, by device id."""
         found = {}
         for place, device in enumerate(self.devices):
             number, tile = place // self.copies, []
@@ -45,15 +45,15 @@ class Tiling(NamedTuple):
         return found
 
     def of_first_dim(self, dims: int) -> "Tiling":
-        """The same devices, each with a part of the first dim of a tensor of `dims` dims."""
+        """Return a tiling of these devices that shards dim 0 of a tensor of `dims` dims."""
         return Tiling((len(self.devices), *(1,) * (dims - 1)), tuple(sorted(self.devices)))
 
     def whole(self, dims: int) -> "Tiling":
-        """The same devices, each with all of a tensor of `dims` dims."""
+        """Return a tiling that replicates a tensor of `dims` dims on these devices."""
         return Tiling((1,) * dims, tuple(sorted(self.devices)))
 
     def without_copies(self, shape: Sequence[int]) -> "Tiling":
-        """The copies of a tile divide it, along the dim that is padded least; it may have none.
+        """Return a tiling that shards each tile over its copies, along the dim with least padding.
 
         With two tiles of rows in two copies each (0 and 1, 2 and 3), device 0 has the first
         quarter, 1 the second, 2 the third and 3 the last.
@@ -68,12 +68,12 @@ class Tiling(NamedTuple):
 
 
 def _padding(size: int, parts: int) -> float:
-    """How much room `parts` equal parts of a dim take, of what it has."""
+    """Return the padded size of a dim in `parts` equal parts, relative to its size."""
     return math.ceil(size / parts) * parts / max(size, 1)
 
 
 def whole_on_all() -> Tiling | None:
-    """A scalar on all devices of an SPMD program; None: there is no such program."""
+    """Return the tiling of a scalar on all devices of the SPMD program; None without SPMD."""
     import torch_xla.runtime as xr
 
     if not xr.is_spmd():
@@ -82,12 +82,12 @@ def whole_on_all() -> Tiling | None:
 
 
 def tiling_of(tensor: Tensor) -> Tiling | None:
-    """How a tensor was said to lie; None if nothing was said, or that it is whole."""
+    """Return the tiling of a tensor; None if it is not annotated, or is replicated."""
     return parse(spec_of(tensor), tensor.ndim)
 
 
 def spec_of(tensor: Tensor) -> str:
-    """XLA's words for where a tensor lies; "" if nobody has said it."""
+    """Return XLA's text for the sharding of a tensor; "" without an annotation."""
     import torch_xla.distributed.spmd as xs
 
     return str(xs.XLAShardedTensor(tensor.detach()).sharding_spec)
@@ -95,9 +95,9 @@ def spec_of(tensor: Tensor) -> str:
 
 @lru_cache(maxsize=1024)
 def parse(spec: str, dims: int) -> Tiling | None:
-    """XLA's words for a sharding: {devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}.
+    """Parse XLA's text for a sharding: {devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}.
 
-    Devices are listed, or told as an order of axes: <=[2,2]T(1,0).
+    Devices are listed, or given as an order of axes: <=[2,2]T(1,0).
     """
     if spec in ("", "{replicated}", "{unknown}"):
         return None
@@ -126,7 +126,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def lay(tensor: Tensor, tiling: Tiling) -> None:
-    """Say how a tensor lies, which moves it there if it lies otherwise."""
+    """Annotate a tensor with a tiling, which reshards it if its tiling is another one."""
     if not _says_so(tensor, tiling):
         clear(tensor)
         annotate(tensor, tiling)
@@ -140,14 +140,14 @@ def _says_so(tensor: Tensor, tiling: Tiling) -> bool:
 
 
 def clear(tensor: Tensor) -> None:
-    """Forget what was said of a tensor."""
+    """Remove the annotation of a tensor."""
     import torch_xla.distributed.spmd as xs
 
     xs.clear_sharding(tensor)
 
 
 def annotate(tensor: Tensor, tiling: Tiling) -> Tensor:
-    """A value inside a step, laid so; the partitioner moves it there."""
+    """Annotate a value inside a step and return it; the partitioner reshards it."""
     import torch_xla.distributed.spmd as xs
 
     mesh = _mesh(tiling.tiles, tiling.devices, tiling.copies)
@@ -157,13 +157,13 @@ def annotate(tensor: Tensor, tiling: Tiling) -> Tensor:
 
 
 def laid(x: Tensor, tiling: Tiling) -> Tensor:
-    """The same value laid so, and its gradient, too; `x` itself stays where it is."""
+    """Return a copy of `x` with a tiling, also for its gradient; `x` keeps its own tiling."""
     moved: Tensor = _Laid.apply(x, tiling)  # type: ignore[no-untyped-call]
     return moved
 
 
 class _Laid(torch.autograd.Function):
-    """A clone that is annotated, in forward and backward: a tensor has one annotation only."""
+    """A function that annotates clones in forward and backward: a tensor has one annotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tiling: Tiling) -> Tensor:
@@ -186,12 +186,12 @@ Lying = list[tuple[Tensor, Tiling]]  # a parameter and its state
 
 
 def lay_out(param: Tensor, state: State, *, shares: bool, crossover: int) -> Lying:
-    """Settle where a parameter and its state lie; without such a program nowhere.
+    """Annotate a parameter and its state, and return their tilings; none without SPMD.
 
-    A parameter stays where it is; one that nobody has laid is whole on every device, and is said to
-    be, or the partitioner might divide it from some step on. State that has an element for each of
-    the parameter's lies as it does, and copies of a part divide it if the optimizer `shares`; the
-    state of fewer than `crossover` elements stays in copies. All other state is whole.
+    A parameter keeps its tiling; without one it is annotated as replicated, or the partitioner
+    might shard it from some step on. State of the parameter's shape is tiled like the parameter,
+    and sharded over the copies of a tile if the optimizer `shares`; the state of fewer than
+    `crossover` elements stays in copies. All other state is replicated.
     """
     everywhere = whole_on_all()
     if everywhere is None:
@@ -210,7 +210,7 @@ def lay_out(param: Tensor, state: State, *, shares: bool, crossover: int) -> Lyi
 
 
 def stay(found: Iterable[tuple[Tensor, Tiling]]) -> None:
-    """Say it again of values that a step has written: they would lie as the partitioner likes."""
+    """Annotate values again that a step has written, or the partitioner chooses their tiling."""
     for tensor, tiling in found:
         clear(tensor)
         annotate(tensor, tiling)

@@ -1,8 +1,8 @@
-"""Bytes that forward keeps for backward on a rank, part by part, and what backward adds to them.
+"""Estimate the bytes of activations that forward keeps on a rank, and that backward adds.
 
 After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv 2205.05198), who count s b h (34 + 5 a s / h) bytes in a 16-bit layer: 4 s b h in norms, 11
-in attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. What is different here:
+in attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. The estimate differs:
 
     attention    is fused: it keeps queries, keys, values, what it gives and a number per head and
                  token, and no scores; what it gives is copied for the projection after it, but for
@@ -15,9 +15,9 @@ in attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. What is diff
     sequence     parallel ranks keep the whole input of a branch, as gathered, not their part
     loss         is of whole logits in 32 bit, on every rank of tensor parallel
 
-`full` keeps the input of every block; `selective` that, and what matrix products and attention give
-(torch's `create_selective_checkpoint_contexts`). What the paper calls selective, to leave out the
-scores, is what fused attention does anyhow.
+Recomputation `full` keeps only the input of every block; `selective` keeps the input and the
+results of matrix products and attention (torch's `create_selective_checkpoint_contexts`). The
+paper's selective recomputation, which drops the scores, is implied by fused attention.
 """
 
 from collections import Counter
@@ -39,9 +39,9 @@ Parts = dict[str, float]  # bytes by what they are for
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of a rank per step; ranks of tensor parallel and of a pipeline have the same.
+    """The batch of a rank per step; all tensor and pipeline parallel ranks have the same batch.
 
-    tokens: of one micro-batch.
+    tokens: the tokens of one micro-batch.
     """
 
     tokens: int
@@ -57,8 +57,8 @@ class Batch:
 class Activations(NamedTuple):
     """The activations of one rank, in bytes.
 
-    kept: when most micro-batches wait for their backward pass, by what it is for.
-    passing: what comes on top in the costliest moment of backward.
+    kept: bytes by purpose, when most micro-batches wait for their backward pass.
+    passing: bytes that the costliest moment of backward adds to `kept`.
     """
 
     kept: Mapping[str, int]
@@ -71,7 +71,7 @@ class Activations(NamedTuple):
 
 
 class LayerMemory:
-    """The activations that the layers of a decoder keep of one micro-batch."""
+    """The bytes of activations that a decoder's layers keep on a rank for one micro-batch."""
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class LayerMemory:
 
     @property
     def boundary(self) -> float:
-        """The stream that goes from layer to layer."""
+        """Return the bytes of the hidden states that go from layer to layer on a rank."""
         return self.stream * self.shape.width * self.width
 
     def is_sparse(self, number: int) -> bool:
-        """Whether a layer has experts."""
+        """Whether the layer of this number has experts."""
         return self.shape.experts > 0 and number >= self.shape.dense_layers
 
     def block(self, number: int, recompute: Recompute = "none") -> Parts:
-        """The activations of one layer, from its input on."""
+        """Return the bytes that one layer keeps for backward, its input included, by part."""
         if recompute == "full":
             return {"inputs of blocks": self.boundary}
         if recompute == "selective":
@@ -115,7 +115,7 @@ class LayerMemory:
         return parts
 
     def head(self) -> Parts:
-        """The last norm, the input of the head, and the logarithms of probabilities."""
+        """Return the bytes kept by the last norm, the head and the loss (log-probabilities)."""
         inputs = self.tokens * self.shape.width * self.width
         norms = self._norm(self.stream, self.shape.width) + inputs
         return {"norms": norms, "loss": 4 * self.tokens * self.shape.vocabulary + 4}
@@ -124,11 +124,11 @@ class LayerMemory:
         return self.tokens * self.shape.vocabulary * self.width
 
     def loss_passes(self) -> float:
-        """Gradients of the logarithms and of the logits, in 32 bit."""
+        """Return the bytes of the gradients of log-probabilities and logits, in 32 bit."""
         return 8 * self.tokens * self.shape.vocabulary
 
     def block_passes(self, number: int, recompute: Recompute) -> float:
-        """The memory that backward of a layer adds: gradients, and all that it computes again."""
+        """Return the bytes that a layer's backward adds: gradients and recomputed activations."""
         shape, degrees = self.shape, self.degrees
         hidden, stream = 3 * shape.hidden / degrees.tp, 2.0 * shape.width * self.width
         if self.is_sparse(number):  # all experts of a rank, on what they were sent
@@ -164,7 +164,7 @@ class LayerMemory:
         return found + tokens * (shape.rope if shape.kv_rank else 0) * self.width
 
     def _products_of_attention(self) -> float:
-        """Queries, keys, values, what attention and the projection after it give."""
+        """Return the bytes of queries, keys, values, and the outputs of attention and `o_proj`."""
         shape, tp = self.shape, self.degrees.tp
         heads = (shape.heads + shape.kv_heads) * (2 * shape.head + shape.rope) / tp
         ranks = shape.q_rank + shape.kv_rank + (shape.rope if shape.kv_rank else 0)
@@ -172,7 +172,7 @@ class LayerMemory:
         return self.tokens * found
 
     def _mlp(self, hidden: int, recompute: Recompute) -> float:
-        """The bytes of an MLP: its input and hidden channels, before and after the activation."""
+        """Return the bytes that an MLP keeps: its input, and hidden channels around activation."""
         width, gates = self.shape.width, 2 if self.shape.gated else 1
         times = 1 if recompute == "selective" else 2
         return self.tokens * self.width * (times * gates * hidden / self.degrees.tp + width)
@@ -197,9 +197,10 @@ class LayerMemory:
         return found + 16 * rows + 16 * held * exchanged
 
     def rows(self) -> tuple[float, float, float]:
-        """Tokens by the experts that they chose: of this rank, held for experts, computed here.
+        """Return rows (tokens times chosen experts): of this rank, held for experts, computed here.
 
-        With a capacity there is room for as many; without, those of a fair choice are expected.
+        With a capacity every expert has room for as many rows; without, experts are assumed to be
+        chosen equally often.
         """
         shape, degrees = self.shape, self.degrees
         tokens = self.tokens if degrees.expert_tp > 1 else self.tokens / degrees.tp
@@ -212,15 +213,15 @@ class LayerMemory:
 
     @property
     def stages(self) -> int:
-        """The number of stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return self.degrees.pp * self.batch.stages_per_rank
 
     def stage_layers(self) -> list[range]:
-        """The numbers of the layers of each stage."""
+        """Return the numbers of the layers of each pipeline stage."""
         return spread(self.shape.layers, self.stages)
 
     def of_rank(self, stage: int) -> Activations:
-        """The activations of a rank of the pipeline (or of all), when most is alive."""
+        """Return the activations of a pipeline rank at the moment when most bytes are alive."""
         batch, degrees, layers = self.batch, self.degrees, self.stage_layers()
         passes = passes_of(stage, degrees.pp, batch.micro_batches, batch.stages_per_rank)
         in_flight = most_in_flight(passes)
@@ -243,10 +244,10 @@ class LayerMemory:
         return Activations(total, max(0, round(passing)), sum(in_flight.values()))
 
     def _of_stages(self, in_flight: Mapping[int, int]) -> float:
-        """The memory of torch's stages: results until backward, and room for what is received.
+        """Return the bytes of torch's `PipelineStage`: outputs until backward, and receive buffers.
 
-        That room is there for every micro-batch all the time. What is received is the input of the
-        first layer, which is counted there for those in flight.
+        Receive buffers exist for every micro-batch all the time. For micro-batches in flight they
+        are the input of the first layer, and counted there.
         """
         found, micro_batches = 0.0, self.batch.micro_batches
         for stage, count in in_flight.items():

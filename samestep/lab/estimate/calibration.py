@@ -1,4 +1,4 @@
-"""Rates of hardware: measured on this machine, or from a receipt of a GPU.
+"""Rates of hardware: measured on this machine, or computed from a benchmark receipt of a GPU.
 
 `samestep plan --calibrate` measures on all ranks at once, since they share the machine when they
 train, and writes the hardware file; `hardware_of` reads a receipt of `samestep bench step`.
@@ -45,7 +45,7 @@ Clock = Callable[[], float]  # seconds
 
 
 class Measured(NamedTuple):
-    """The measurements of a rank."""
+    """The rates and links that one rank has measured."""
 
     product_rates: dict[int, float]
     bytes_rate: float
@@ -60,7 +60,7 @@ def measure(
     sides: tuple[int, ...] = SIDES,
     clock: Clock = time.perf_counter,
 ) -> Measured:
-    """On every rank of a group, with the others busy alike; `sizes` are numbers of ranks."""
+    """Measure on every rank at the same time; links for groups of each of the given `sizes`."""
     rates = {side: _product_rate(side, clock) for side in sides}
     bytes_rate, call = _elementwise(clock)
     links: dict[str, dict[int, Link]] = {}
@@ -106,7 +106,7 @@ def _seconds(call: Callable[[], object], clock: Clock) -> float:
 
 
 def _product_rate(side: int, clock: Clock) -> float:
-    """The rates of orthogonalization, on a block of that side and one four times as long."""
+    """Return FLOP/s of orthogonalizing a square block of that side and one four times as long."""
     blocks = [torch.randn(1, side, side), torch.randn(1, side, 4 * side)]
     flops = sum(orthogonalize_flops(*block.shape[1:]) for block in blocks)
     dist.barrier()
@@ -114,7 +114,7 @@ def _product_rate(side: int, clock: Clock) -> float:
 
 
 def _elementwise(clock: Clock) -> tuple[float, float]:
-    """Bytes per second of Muon's elementwise part and AdamW, and seconds per piece."""
+    """Return bytes per second of an AdamW update, and the seconds per piece whatever its size."""
     rule = RULES["adamw"]
     options = complete({"rule": "adamw"}, {})
     given = {key: options[key] for key in rule.defaults}
@@ -134,14 +134,14 @@ def _elementwise(clock: Clock) -> tuple[float, float]:
 
 
 def _model_rate(clock: Clock) -> float:
-    """FLOP/s of a product as forward has them."""
+    """Return FLOP/s of a matrix product such as those of forward."""
     left, right = torch.randn(64, 512), torch.randn(512, 512)
     dist.barrier()
     return 2 * 64 * 512 * 512 / _seconds(lambda: left @ right, clock)
 
 
 def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
-    """By kind: launched with so many bytes in the busier direction, and waited for."""
+    """Return functions by kind that launch a collective of so many bytes, and wait for it."""
 
     def even(carried: int, launch: Callable[..., Any], parts: int) -> object:
         count = carried // 4 * group.size // (group.size - 1)
@@ -163,7 +163,7 @@ def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
 
 
 def _link(group: RankGroup, launch: Callable[[int], object], clock: Clock) -> Link:
-    """A line through the times of a small and a large collective."""
+    """Fit latency and bandwidth to the times of a small and a large collective."""
     both = 2 if isinstance(launch(BYTES[0]), tuple) else 1
     small, large = (
         _together(group, lambda size=size: launch(size), clock) / both  # type: ignore[misc]
@@ -174,19 +174,19 @@ def _link(group: RankGroup, launch: Callable[[int], object], clock: Clock) -> Li
 
 
 def _together(group: RankGroup, call: Callable[[], object], clock: Clock) -> float:
-    """The mean over ranks of their medians over rounds."""
+    """Return the mean over ranks of each rank's median over rounds, in seconds."""
     seconds = torch.tensor([_seconds(call, clock)], dtype=torch.float64)
     return float(total("mean time", seconds, group).wait()) / group.size
 
 
 def measured_ms(receipt: Mapping[str, Any], contestant: str = OURS) -> float:
-    """The median step of the receipt's only set."""
+    """Return the median time of a step in the receipt's only parameter set, in ms."""
     (found,) = (c for c in receipt["sets"][0]["contestants"] if c["name"] == contestant)
     return float(found["ms"]["median"])
 
 
 def one_process(name: str, *, muon: bool = True) -> GridPlan:
-    """A set of `samestep bench step` on one device, clipping on."""
+    """Plan a parameter set of `samestep bench step` on one device; with Muon, clipping is on."""
     shapes = SETS[name]
     params = [
         (f"{'matrix' if place < len(shapes.matrices) else 'other'}.{place}", shape)
@@ -203,10 +203,10 @@ def one_process(name: str, *, muon: bool = True) -> GridPlan:
 
 
 def hardware_of(receipt: Mapping[str, Any]) -> Hardware:
-    """The device that a receipt is of; links are those of the preset h200x8.
+    """Return the device that a receipt was measured on, with the links of the preset h200x8.
 
-    Bytes travel at the measured speed of a copy. What AdamW alone takes beyond that is time per
-    call; what Muon takes beyond both is time of products.
+    Bytes are read and written at the measured speed of a copy. Time that AdamW alone takes beyond
+    that is time per call; time that Muon takes beyond both is time of matrix products.
     """
     name = receipt["sets"][0]["set"]
     found = replace(
@@ -226,7 +226,10 @@ def hardware_of(receipt: Mapping[str, Any]) -> Hardware:
 
 
 def calibrate(options: Options) -> None:
-    """On forked gloo ranks; a GPU's rates come from `samestep bench`."""
+    """Measure this machine on forked gloo ranks and write the hardware file.
+
+    Rates of a GPU come from receipts of `samestep bench step` (`hardware_of`).
+    """
     if options.world_size < 2:
         raise BadRequestError(f"--world-size must be at least 2, got {options.world_size}")
     folder = options.out or Path()

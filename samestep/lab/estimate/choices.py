@@ -1,9 +1,9 @@
 """Choices of a plan for its ranks and links, with reasons: buckets, levels, owners.
 
-Whole blocks have one owner each. With more ranks than blocks most own none, and the owner of the
-largest block is waited for: more ranks do not make that shorter. The ranks of a host could share
-it, a stretch of rows each of every product, and gather the Gram matrix after each; nothing here
-does so, and `OwnerChoice` says what it would save at most.
+Every whole block has one owner. With more ranks than blocks most ranks own none, and all wait for
+the owner of the largest block: more ranks do not make that wait shorter. The ranks of a host could
+share that block, each computing some rows of every product, and gather the Gram matrix after each;
+samestep does not do so, and `OwnerChoice` estimates the most that sharing would save.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,10 @@ PRODUCT_DTYPE = torch.float16  # of orthogonalization on accelerators
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """The choices for parameters that ranks have copies of.
+    """The bucket size and the levels of collectives for replicated parameters.
 
-    elements: of a bucket at most; `given`: the user chose, not the plan.
-    begins: seconds that a collective takes to get going; travels: that all bytes take.
+    elements: most elements of a bucket; `given`: whether the user chose that, not the plan.
+    begins: seconds of latency of a collective; travels: seconds that all bytes take.
     one_level, two_levels: seconds of the largest bucket; None: there is one level only.
     """
 
@@ -79,10 +79,10 @@ class BucketChoice:
 class OwnerChoice:
     """The owners of whole blocks on all ranks of a plan.
 
-    without: ranks that own none.
-    enough: from so many owners on more do not help: all FLOPs over those of the largest block.
-    seconds: of the busiest owner's products; largest_seconds: of the largest block's.
-    shared_seconds: of that block if the ranks of a host shared it, with what they would gather.
+    without: number of ranks that own no block.
+    enough: number of owners beyond which more do not help: all FLOPs over the largest block's.
+    seconds: time of the busiest owner's products; largest_seconds: of the largest block's.
+    shared_seconds: time of that block, gathers included, if the ranks of a host shared it.
     within: seconds of the step, or of the iteration around it.
     """
 
@@ -99,7 +99,7 @@ class OwnerChoice:
 
     @property
     def saves(self) -> float:
-        """Seconds of a step at most, if the ranks of a host shared the largest block."""
+        """Return the most seconds per step saved if the ranks of a host shared that block."""
         return max(0.0, self.largest_seconds - self.shared_seconds)
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -131,19 +131,19 @@ class OwnerChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of one pipeline stage's plan: its buckets, and who owns blocks."""
+    """The choices of one pipeline stage's plan: its buckets, and the owners of blocks."""
 
     buckets: list[BucketChoice]
     owners: OwnerChoice | None  # None: no matrix rule, or every rank computes every block
 
     def lines(self) -> list[tuple[str, str]]:
-        """A choice, with how and why."""
+        """Return pairs of a choice's subject and a text with the decision and its reason."""
         found = [line for each in self.buckets for line in each.lines()]
         return found + list(self.owners.lines() if self.owners is not None else ())
 
 
 def choices(plan: GridPlan, hardware: Hardware, within: float) -> Choices:
-    """within: seconds of a step, or of an iteration."""
+    """Return the choices of a plan; `within`: seconds of the step, or of the iteration."""
     buckets = [
         _of_buckets(placement, plan.grid, hardware)
         for _, placement in plan.reduced()
@@ -213,10 +213,10 @@ def _of_owners(plan: GridPlan, hardware: Hardware, within: float) -> OwnerChoice
 
 
 def shared_block_seconds(shape: tuple[int, int], ranks: int, hardware: Hardware) -> float:
-    """The time of one block whose products so many ranks of a host share, row by row.
+    """Return the seconds of one block if so many ranks of a host shared the rows of its products.
 
-    Before the first product its gradient comes to all of them; after each product that another one
-    needs whole, its rows are gathered.
+    Before the first product the block's gradient is gathered to all these ranks; after each product
+    whose whole result another product needs, the rows of the result are gathered.
     """
     fabric = Fabric(hardware.inside, hardware.between, ranks, ranks)
     width = PRODUCT_DTYPE.itemsize
@@ -229,7 +229,7 @@ def shared_block_seconds(shape: tuple[int, int], ranks: int, hardware: Hardware)
 
 
 def _gathers(shape: tuple[int, int], width: int) -> Sequence[int]:
-    """Bytes of the products that ranks would have to put together, one after the other."""
+    """Return the bytes of each product that ranks would have to gather, in order."""
     m, n = min(shape), max(shape)
     square, whole = m * m * width, m * n * width
     if cheaper_execution(*shape, USUAL_TABLE, PRODUCT_DTYPE) == "standard":

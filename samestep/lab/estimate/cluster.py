@@ -1,12 +1,12 @@
 """A model on a cluster: for every pipeline stage the plans of all its ranks.
 
-What the hybrid stack of `parallel` does, as data:
+These functions plan what the hybrid stack of `samestep.parallel` does:
 
     shares = plan_shares(model_on_meta, plan, degrees)
     stack_on_grid(optimizer, degrees, shares)
 
-Tensor and expert parallel cut a parameter first, then FSDP2 shards what is left on a rank. For a
-model without a plan of its own, shares are guessed from the names that models use.
+Tensor and expert parallel shard a parameter first, then FSDP2 shards the part of a rank. For a
+model without a parallel plan, shares are guessed from common names of parameters.
 """
 
 import re
@@ -48,12 +48,12 @@ ON_HEADS = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?norm")
 
 
 class Share(NamedTuple):
-    """The placement of a parameter before FSDP2 comes.
+    """The placement of a parameter before FSDP2 shards it.
 
-    model_dim: the dim that tensor parallel cuts; None: every rank has a copy.
-    is_expert: it is a stack of experts, which the expert axis cuts.
+    model_dim: the dim that tensor parallel shards; None: every rank has a copy.
+    is_expert: whether the parameter is a stack of experts, which the expert axis shards.
     own_positions: ranks with copies see different positions: each has a summand of the gradient.
-    is_factor: of LoRA, which FSDP2 leaves alone.
+    is_factor: whether the parameter is a LoRA factor, which FSDP2 leaves alone.
     """
 
     model_dim: int | None = None
@@ -66,7 +66,7 @@ ShareOf = Callable[[str, Tensor], Share]  # by name
 
 
 def plan_shares(model: nn.Module, plan: Plan, degrees: Degrees) -> ShareOf:
-    """The placements of the parameters of a model, or of one stage of it."""
+    """Return a function that gives each parameter's share under a parallel plan, by name."""
     from samestep.parallel.apply import shard_rules  # with all of FSDP2, which no guess needs
 
     rules = shard_rules(model, plan)
@@ -89,7 +89,7 @@ def plan_shares(model: nn.Module, plan: Plan, degrees: Degrees) -> ShareOf:
 
 
 class _Axes:
-    """The axes of a stage, by what they are for."""
+    """The mesh axes of a pipeline stage, by purpose."""
 
     def __init__(self, degrees: Degrees) -> None:
         self.sizes = {axis: size for axis, size in degrees.sizes.items() if axis != "pipe"}
@@ -99,13 +99,13 @@ class _Axes:
         self.has_fsdp = prod(self.sizes[axis] for axis in (*self.copies, *self.dense)) > 1
 
     def inner(self, share: Share) -> dict[str, Cut]:
-        """The dims that are cut before FSDP2, by axis."""
+        """Return the cut of a parameter before FSDP2, by mesh axis."""
         axes = {"expert": Cut(0)} if share.is_expert else {}
         axes |= {"model": Cut(share.model_dim)}
         return {axis: cut for axis, cut in axes.items() if self.sizes[axis] > 1}
 
     def shard(self, share: Share) -> tuple[str, ...]:
-        """The axes that FSDP2 shards over as one."""
+        """Return the mesh axes that FSDP2 flattens into one to shard over."""
         return ("data",) if share.is_expert else self.dense
 
 
@@ -114,7 +114,7 @@ def stack_grid(degrees: Degrees, stage: int = 0) -> Grid:
 
 
 def stack_spread(degrees: Degrees, share_of: ShareOf, *, fsdp: bool = True) -> Spread:
-    """The layout of parameters; `fsdp=False`: with copies where FSDP2 would shard."""
+    """Return the layout of parameters; `fsdp=False`: replicated where FSDP2 would shard."""
     axes = _Axes(degrees)
     by_fsdp = fsdp and axes.has_fsdp
 
@@ -142,7 +142,7 @@ def stack_spread(degrees: Degrees, share_of: ShareOf, *, fsdp: bool = True) -> S
 
 
 def _factor(axes: _Axes, share: Share) -> SpreadOver:
-    """LoRA's factors: whole on all ranks but those of tensor parallel, with a summand on each."""
+    """Return the layout of a LoRA factor: at most tensor parallel shards it, FSDP2 does not."""
     outer = [(axis,) for axis in axes.copies] + [axes.dense]
     same_tokens = not axes.has_fsdp and axes.sizes["expert"] > 1
     mesh = [*outer, *([("expert",)] if same_tokens else [])]
@@ -165,7 +165,7 @@ def stack_on_grid(
     device: torch.device | None = None,
     hardware: Hardware | None = None,
 ) -> GridPlan:
-    """The grid plan of one stage's optimizer, built in one process for all ranks of it."""
+    """Plan one stage's optimizer in one process, for all ranks of that stage."""
     grid = stack_grid(degrees, stage)
     everyone, outer = grid.peers(*grid.sizes), None
     if not fsdp and degrees.replicate > 1 and degrees.tp * degrees.ep == 1:
@@ -183,9 +183,9 @@ def stack_on_grid(
 def stack_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], share_of: ShareOf, degrees: Degrees
 ) -> list[Unit]:
-    """The units that FSDP2 gathers at once: the rest, blocks, stacks of experts; [] without it.
+    """Return the FSDP2 units: outermost, blocks, stacks of experts; [] without FSDP2.
 
-    In the order in which forward enters them. blocks: modules by name, as in a plan.
+    Units are in the order in which forward enters them. blocks: modules by name, as in a plan.
     """
     axes, grid = _Axes(degrees), stack_grid(degrees)
     if not axes.has_fsdp:
@@ -223,7 +223,7 @@ def stack_units(
 
 
 def _part(param: Tensor, axes: _Axes, share: Share) -> Tensor:
-    """A meta tensor as large as a rank's part of a parameter before FSDP2 comes."""
+    """Return a meta tensor of the shape that a rank's part has before FSDP2 shards it."""
     sizes = list(param.shape)
     for axis, cut in axes.inner(share).items():
         if cut.dim is not None:
@@ -234,7 +234,7 @@ def _part(param: Tensor, axes: _Axes, share: Share) -> Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """Keywords of the optimizer, as far as a plan asks for them; and how a pipeline is cut."""
+    """Keywords of the optimizer that a plan depends on, and the pipeline stages per rank."""
 
     sharding: Stage = "zero2"
     buffers: str = "per_parameter"
@@ -255,9 +255,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Job:
-    """A plan: a model on a cluster, and the batch of a rank per iteration, if known.
+    """The request for a plan: a model on a cluster, and the batch of a rank, if known.
 
-    Raises BadRequestError for what does not exist.
+    Methods raise BadRequestError for a combination that samestep does not have.
     """
 
     model: Model
@@ -268,20 +268,20 @@ class Job:
 
     @property
     def layers(self) -> LayerMemory | None:
-        """The figures of one micro-batch; None where the batch or the model's shape is unknown."""
+        """Return the layers' activations; None where the batch or the shape is unknown."""
         if self.batch is None or self.model.shape is None:
             return None
         dtype, on_cpu = next(self.model.module.parameters()).dtype, self.hardware.on_cpu
         return LayerMemory(self.model.shape, self.degrees, self.batch, dtype, on_cpu=on_cpu)
 
     def module(self, stage: int) -> nn.Module:
-        """The parameters of a rank of the pipeline."""
+        """Return the module with the parameters of one pipeline rank."""
         return self.model.stage(stage, self.degrees.pp, self.settings.stages_per_rank)
 
     def stages(self) -> Iterator[int]:
-        """The first of pipeline stages with the same shapes: their plans are the same.
+        """Yield the first of all pipeline stages whose parameters have the same shapes.
 
-        And it holds the activations of the most micro-batches.
+        Plans of such stages are equal, and the first holds activations of the most micro-batches.
         """
         seen = set()
         for stage in range(self.degrees.pp):
@@ -291,7 +291,7 @@ class Job:
                 yield stage
 
     def grid_plan(self, stage: int) -> GridPlan:
-        """All ranks of one pipeline stage."""
+        """Plan all ranks of one pipeline stage."""
         degrees, hardware = self.degrees, self.hardware
         device = device_of(hardware)
         _check(degrees, self.settings)
@@ -308,9 +308,9 @@ class Job:
             raise BadRequestError(str(error)) from error
 
     def units(self, stage: int) -> list[Unit]:
-        """The units that FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
+        """Return a rank's FSDP2 units: one per layer, experts apart.
 
-        Experts see the tokens that choose them, where it is known how many do.
+        Experts see only the tokens that choose them, if the model's shape is known.
         """
         if self.settings.sharding != "zero3":
             return []
@@ -371,12 +371,12 @@ def _check_experts(module: nn.Module, ep: int) -> None:
 
 
 def guessed_shares(degrees: Degrees) -> ShareOf:
-    """The placement that a plan would give, by the names that models use."""
+    """Return a function that guesses the share of each parameter from its name."""
     return partial(guessed_share, own_stream=degrees.sequence_parallel)
 
 
 def guessed_share(name: str, param: Tensor, *, own_stream: bool = False) -> Share:
-    """The sharded layout; `own_stream`: ranks of tensor parallel have positions of their own."""
+    """Guess a parameter's share; `own_stream`: tensor parallel ranks see different positions."""
     takes_in = bool(TAKES_IN.search(f"{name}."))
     if is_expert(name, param):
         return Share(1 + takes_in, is_expert=True)

@@ -1,8 +1,8 @@
 """Collectives that each operation of a schedule launches on all ranks, and their time.
 
-Transfers of the plan, and scalars.
+The collectives carry the transfers of the plan, and scalars.
 
-`comm.recorder` sees the same: tests hold every layout's records against it, one by one.
+Tests compare them one by one with the records of `comm.recorder`, for every layout.
 """
 
 from collections import Counter
@@ -43,10 +43,10 @@ SUM = "sum of gradients"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of all ranks; `transfers` has one, or one per place in `among`.
+    """One collective of all ranks; `transfers` has one transfer, or one per place in `among`.
 
-    Those are ranks that meet different peers at the same time, each with a transfer of its own;
-    None: they launch nothing.
+    Ranks at different places in `among` run the collective in different groups of peers, each with
+    its own transfer; a transfer of None: the ranks at that place launch nothing.
     """
 
     transfers: tuple[Transfer | None, ...]
@@ -70,23 +70,23 @@ class Collective:
         return self._first.levels
 
     def of(self, place_among: int) -> Transfer | None:
-        """The bytes that ranks at a place in `among` send."""
+        """Return the transfer of the ranks at a place in `among`; None: they launch nothing."""
         return self.transfers[place_among if self.among is not None else 0]
 
     def of_rank(self, rank: int, grid: Grid) -> Transfer | None:
-        """The bytes that a rank of the grid sends."""
+        """Return the transfer of a rank of the grid; None: the rank launches nothing."""
         return self.of(0 if self.among is None else grid.place(rank, self.among))
 
     def sent_by_all(self) -> Tensor:
-        """Bytes that peers must send at least: (size,), or (places in `among`, size)."""
+        """Return the least bytes each peer sends: (size,), or (places in `among`, size)."""
         return self._by_place(_sent)
 
     def received_by_all(self) -> Tensor:
-        """Bytes that they get at least, likewise."""
+        """Return the least bytes each peer receives, in the shape of `sent_by_all`."""
         return self._by_place(_received)
 
     def spread(self, values: Tensor, grid: Grid) -> Tensor:
-        """Such numbers for all ranks: the shape of the grid."""
+        """Spread one number per peer over all ranks: the shape of the grid."""
         if self.among is None:
             return grid.spread(values, self.peers)
         return grid.spread_both(values, self.among, self.peers)
@@ -102,13 +102,13 @@ class Collective:
 
 
 def _segments(transfer: Transfer) -> Tensor:
-    """Bytes per peer, where each has a part of its own: (size,)."""
+    """Return the bytes of each peer's segment: (size,)."""
     assert transfer.sizes is not None
     return per_peer(transfer.sizes) * transfer.dtype.itemsize
 
 
 def _sent(transfer: Transfer, ranks: int) -> Tensor:
-    """Bytes that each of so many ranks must send at least: (ranks,)."""
+    """Return the least bytes that each of so many ranks sends: (ranks,)."""
     if transfer.sizes is None:
         return torch.full((ranks,), float(transfer.sent(0, ranks)), dtype=torch.float64)
     whole = transfer.elements * transfer.dtype.itemsize
@@ -117,7 +117,7 @@ def _sent(transfer: Transfer, ranks: int) -> Tensor:
 
 
 def _received(transfer: Transfer, ranks: int) -> Tensor:
-    """Bytes that they get at least: (ranks,)."""
+    """Return the least bytes that each of so many ranks receives: (ranks,)."""
     if transfer.sizes is None:
         return _sent(transfer, ranks)
     if transfer.incoming is not None:
@@ -137,7 +137,7 @@ class Launches:
         self._grid_plan = grid_plan
 
     def of_step(self, rank: int | None = None) -> list[Collective]:
-        """The collectives that a rank launches; None: those of all."""
+        """Return the collectives of a step on one rank; None: of all ranks."""
         operations = self._grid_plan.schedule(rank)
         inside = 0  # backward, which is over when a step begins
         if self._grid_plan.distribution.overlap_grad_reduce:
@@ -151,11 +151,11 @@ class Launches:
         return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
-        """Collectives before the first operation: the problems of other stages."""
+        """Return the collectives before the first operation: problems of other stages."""
         return [] if self._grid_plan.placements else list(self._hear_others())
 
     def of(self, operation: Operation) -> Iterator[Collective]:
-        """The collectives that an operation launches."""
+        """Yield the collectives that an operation launches."""
         there = len(self._grid_plan.placements)
         if isinstance(operation, OfBucket) and operation.bucket.placement == there:
             return  # of one process
@@ -189,12 +189,12 @@ class Launches:
     def _codes(
         self, name: str, peers: Peers | None, elements: int = PROBLEM_CODES
     ) -> Iterator[Collective]:
-        """The agreement of some ranks where others have to know; a GPU does not wait for it."""
+        """Yield the all-reduce of problem codes between ranks; on GPUs there is none."""
         if peers is not None and self._grid_plan.device.type == "cpu":
             yield from _summed(name, peers, torch.int64, elements)
 
     def _all_holders(self) -> Peers | None:
-        """All ranks that hold anything, as optimizers decide; None: those of every placement."""
+        """Return the ranks that hold any parameter; None: the same ranks hold every placement."""
         grid_plan = self._grid_plan
         held_by = dict.fromkeys(each.everyone for each in grid_plan.placements)
         if len(held_by) < 2:
@@ -215,7 +215,7 @@ class Launches:
             yield from self._hear_others()
 
     def _hear_others(self) -> Iterator[Collective]:
-        """Problems of ranks that share no parameter with this one."""
+        """Yield the collectives that report problems between ranks that share no parameter."""
         yield from self._codes("problems", self._all_holders())
         yield from self._codes("problems", self._grid_plan.stages)
 
@@ -240,9 +240,9 @@ class Launches:
     def _sums(
         self, over: Peers, among: Peers, dtype: torch.dtype, size_on: Callable[[int], int | None]
     ) -> Iterator[Collective]:
-        """Gradients of which ranks have summands, side by side, at every place of the others.
+        """Yield the all-reduce of gradients of which the ranks along `over` have summands.
 
-        size_on: elements of a rank; None: it has nothing to add up.
+        size_on: gives the elements of a rank; None: the rank has nothing to add up.
         """
         grid = self._grid_plan.grid
         others = grid.peers(*(axis for axis in among.axes if axis not in over.axes))
@@ -255,7 +255,7 @@ class Launches:
             yield Collective(tuple(sums), over, among=others)
 
     def _held_by(self, placement: GridPlacement, params: Sequence[int], rank: int) -> int:
-        """The number of elements of some parameters that a rank holds."""
+        """Return the number of elements of some parameters that a rank holds."""
         place, (blocks,) = self._grid_plan.grid.place(rank, placement.mesh), placement.block_plans
         return sum(blocks.held[param].boxes[place].numel for param in params)
 
@@ -264,7 +264,7 @@ class Launches:
     def _of_bucket(
         self, bucket: BucketId, which: Callable[[BucketExchanges], Exchange | None]
     ) -> Iterator[Collective]:
-        """An exchange between the ranks that have copies of a placement."""
+        """Yield a bucket's exchange between the ranks that have copies of a placement."""
         placement = self._grid_plan.placements[bucket.placement]
         if placement.peers.size == 1:
             return
@@ -276,7 +276,7 @@ class Launches:
             yield Collective((found[0],), placement.peers)
 
     def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
-        """Averaged gradients of which ranks of a mesh have summands."""
+        """Yield the sums of averaged gradients of which ranks of a mesh have summands."""
         placement, grid = self._grid_plan.placements[bucket.placement], self._grid_plan.grid
         if not placement.bucket_plans or not placement.summands:
             return
@@ -296,7 +296,7 @@ class Launches:
     def _of_chunk(
         self, chunk: BucketId, which: Callable[[Chunk], Exchange | Transfer | None]
     ) -> Iterator[Collective]:
-        """An exchange between the ranks of a mesh; nothing, if nothing travels."""
+        """Yield a chunk's exchange between the ranks of a mesh, if any bytes travel."""
         placement = self._grid_plan.placements[chunk.placement]
         found: list[Transfer | None] = []
         for each in placement.block_plans:
@@ -310,7 +310,7 @@ class Launches:
     def _over_outer(
         self, bucket: BucketId, by_place: Sequence[tuple[Transfer, ...]]
     ) -> Iterator[Collective]:
-        """The transfers over groups that do the same, by place in the group."""
+        """Yield the transfers between replicas of a group, by place in the group."""
         for together in zip(*by_place, strict=True):
             placement = self._grid_plan.placements[bucket.placement]
             assert placement.outer is not None
@@ -326,7 +326,7 @@ def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Itera
 
 
 def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
-    """The seconds of the busiest direction of any peer, by group; the shape of the grid."""
+    """Return the seconds of each group's busiest direction: the shape of the grid."""
     carried = maximum(each.sent_by_all(), each.received_by_all())
     spread = grid.maximum(each.spread(carried, grid), each.peers)
     fabric = hardware.fabric(each.peers, grid)
@@ -342,7 +342,7 @@ BOTH = INSIDE, ACROSS
 
 
 class Leg(NamedTuple):
-    """A part of a collective, after which the next begins."""
+    """One level of a collective; its legs run one after the other."""
 
     name: str
     seconds: Tensor  # the shape of the grid
@@ -351,9 +351,9 @@ class Leg(NamedTuple):
 
 
 def legs_of(each: Collective, grid: Grid, hardware: Hardware) -> list[Leg]:
-    """One; in two levels sums begin inside hosts, gathers across them.
+    """Return one leg, or two: sums begin inside hosts, gathers begin across hosts.
 
-    GPUs have links of their own inside hosts. CPUs have one link, whatever it is for.
+    GPUs have separate links inside and across hosts. CPUs have one link for both.
     """
     if each.levels == 1:
         seconds = seconds_of(each, grid, hardware)
@@ -379,7 +379,7 @@ def legs_of(each: Collective, grid: Grid, hardware: Hardware) -> list[Leg]:
 
 
 def seconds_in_two(transfer: Transfer | None, fabric: Fabric) -> tuple[float, Tensor]:
-    """The bytes of the busiest rank inside a host; and across hosts of each column.
+    """Return the seconds of the leg inside hosts, and of each column's leg across hosts.
 
     A column, the ranks at one place of every host, has neighbouring segments.
     """
@@ -405,7 +405,7 @@ Counted = tuple[tuple[Collective, int], ...]  # and how many of them there are
 
 
 def counted(collectives: Sequence[Collective]) -> Counted:
-    """The collectives that differ: layers are alike."""
+    """Return the distinct collectives, each with its number of launches."""
     known = {(each.transfers, each.peers): each for each in collectives}
     counts = Counter((each.transfers, each.peers) for each in collectives)
     return tuple((each, counts[key]) for key, each in known.items())

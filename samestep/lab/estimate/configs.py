@@ -1,8 +1,8 @@
 """Models of a config.json of Hugging Face transformers, as modules on the meta device.
 
-Where transformers is installed its own class is built, with the class's own defaults. Elsewhere
-those types of `KNOWN` are, which have exactly the parameters of transformers' classes; a type or an
-option that is not among them is refused, lest its parameters be miscounted.
+If transformers is installed, its own class is built, with the class's own defaults. Otherwise only
+the types of `KNOWN` are built, with exactly the parameters of transformers' classes; any other type
+or option is refused, because its parameters could be miscounted.
 """
 
 import warnings
@@ -26,10 +26,10 @@ Config = Mapping[str, Any]
 class Known:
     """A type of decoder whose parameters are those of a `Shape`.
 
-    defaults: of transformers' class, of keys that a file may lack; None: it follows from others.
-    counted_as: of options that change parameters the one value that a `Shape` has.
-    traits: fields of the `Shape` that no key tells.
-    spelled: other names of keys, of which the first that is there counts.
+    defaults: values of transformers' class for keys that a file may lack.
+    counted_as: the only value that a `Shape` covers, of options that change parameters.
+    traits: fields of the `Shape` that no key of the file gives.
+    spelled: other names of keys, of which the first that is present counts.
     extra_positions: rows of a learned table of positions that no token has; None: no table.
     """
 
@@ -104,7 +104,7 @@ class NotCountedError(BadRequestError):
 
 
 class Configured(NamedTuple):
-    """A model of a config.json; `shape` is None where activations cannot be told."""
+    """A model of a config.json; `shape` is None where activations cannot be estimated."""
 
     name: str
     source: str
@@ -113,7 +113,7 @@ class Configured(NamedTuple):
 
 
 def configured(path: Path, dtype: torch.dtype) -> Configured:
-    """Raises BadRequestError, in one line, for a file that does not tell a model."""
+    """Build the model of a config.json; raise BadRequestError if the file describes none."""
     config = read_json(path)
     if not isinstance(config, dict):
         raise BadRequestError(
@@ -147,7 +147,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _of_transformers(config: dict[str, Any], kind: str, path: Path) -> tuple[nn.Module, str]:
-    """The model of a file's class, or else of the one for causal language models."""
+    """Build the class that a file names, or else `AutoModelForCausalLM`; return its source too."""
     import transformers
 
     version = f"transformers {transformers.__version__}"
@@ -178,7 +178,7 @@ def _of_transformers(config: dict[str, Any], kind: str, path: Path) -> tuple[nn.
 
 
 def known_shape(config: Config, kind: str, path: Path) -> Shape:
-    """The shape of a known type of model; raises NotCountedError for what no `Shape` has."""
+    """Return the shape of a known model type; raise NotCountedError if no `Shape` covers it."""
     known = KNOWN[kind]
     config = {**known.defaults, **config}
 

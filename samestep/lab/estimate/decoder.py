@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 class Shape:
     """A decoder: attention and an MLP, or experts, per layer.
 
-    q_rank, kv_rank: of latent attention (0: none), where a head has `head` channels without and
-        `rope` channels with positions, and values of `head` channels.
-    dense_layers: the first ones, that have an MLP although there are experts.
-    fused: queries, keys and values are one matrix, of latent attention keys and values, which
-        Muon takes apart as the recipe of the model does.
+    q_rank, kv_rank: ranks of latent attention (0: none), where a head has `head` channels without
+        and `rope` channels with positions, and values of `head` channels.
+    dense_layers: number of first layers that have an MLP although there are experts.
+    fused: whether queries, keys and values (with latent attention keys and values) are one matrix,
+        which Muon splits as the recipe of the model does.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
 
 class Fused(nn.Linear):
-    """Matrices one below the other, of which `split_sizes` has the rows."""
+    """A linear layer of matrices stacked along rows; `split_sizes` has the rows of each."""
 
     def __init__(self, width: int, split_sizes: list[int], bias: bool = False) -> None:
         super().__init__(width, sum(split_sizes), bias=bias)
@@ -103,11 +103,11 @@ class Fused(nn.Linear):
 
 
 class Router(nn.Linear):
-    """Scores of experts, which every recipe leaves to AdamW."""
+    """The linear layer that scores experts; every recipe leaves its weight to AdamW."""
 
 
 class Attention(nn.Module):
-    """Projections alone, whole or through a small rank, and norms of heads."""
+    """The parameters of attention: projections, full or low-rank, and norms of heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices, or three with a gate."""
+    """The parameters of an MLP: two matrices, or three with a gate."""
 
     def __init__(self, width: int, hidden: int, gated: bool, biases: bool) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Parameters in the order of use; it has no forward."""
+    """The parameters of a decoder in the order in which forward uses them, without a forward."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def build(shape: Shape, dtype: torch.dtype) -> nn.Module:
 
 
 def gpt_shape(config: "GPTConfig") -> Shape:
-    """The shape of the example GPT."""
+    """Return the shape of the example GPT, `samestep.models.gpt`."""
     return Shape(
         name="gpt",
         vocabulary=config.vocab_size,

@@ -1,6 +1,6 @@
-"""Everything a plan tells, as numbers: what the table, the page and the JSON are made of.
+"""All figures of a plan, from which the tables, the page and the JSON are made.
 
-And from these: which ZeRO stage to choose, and why.
+`judge` recommends a ZeRO stage from these figures, with the reason.
 """
 
 import resource
@@ -38,7 +38,7 @@ USE = {
 
 @dataclass(frozen=True)
 class GroupTraffic:
-    """Collectives of a step along some axes."""
+    """The collectives of one kind in a step, along some axes of the mesh."""
 
     axes: str
     ranks: int
@@ -54,7 +54,7 @@ class StageNeeds:
     """Memory and traffic of one pipeline stage, which need no simulation.
 
     activations: None without tokens, or where nobody knows the shape of the model.
-    beside: what is there when most of these are alive: what stays, gradients of other
+    beside: other memory when most activations are alive: memory that stays, gradients of other
         micro-batches, units that FSDP2 has gathered.
     """
 
@@ -70,23 +70,23 @@ class StageNeeds:
 
     @property
     def peak(self) -> int:
-        """The peak of the step, or of forward and backward if that is more."""
+        """Return the peak bytes of the step, or of forward and backward if that is more."""
         return max(self.memory.peak, self.model_peak)
 
     @property
     def model_peak(self) -> int:
-        """The peak of forward and backward; 0, where activations are not known."""
+        """Return the peak bytes of forward and backward; 0 where activations are unknown."""
         return 0 if self.activations is None else self.beside.peak + self.activations.peak
 
     @property
     def sent(self) -> float:
-        """Bytes per rank, on the average."""
+        """Return the mean over ranks of the bytes that a rank sends per step."""
         return sum(each.mean_sent for each in self.traffic)
 
 
 @dataclass(frozen=True)
 class StageFigures(StageNeeds):
-    """Everything of one pipeline stage."""
+    """All figures of one pipeline stage, simulated times (in seconds) included."""
 
     owners: list[OwnerBalance]
     choices: Choices
@@ -126,7 +126,7 @@ def stage_needs(job: Job, plan: GridPlan, stage: int) -> StageNeeds:
 def _of_model(
     plan: GridPlan, sends: StageSends, degrees: Degrees, batch: Batch
 ) -> Iterator[GroupTraffic]:
-    """The bytes that layers and stages send."""
+    """Yield the traffic of layers and of stages in forward and backward."""
     yield from _traffic(plan, sends.collectives(batch.recompute), "layers", batch.micro_batches)
     if degrees.pp > 1:
         count = sends.neighbours * batch.micro_batches
@@ -155,7 +155,7 @@ def stage_figures(
 
 
 def sample_ranks(plan: GridPlan) -> list[int]:
-    """First, middle and last, and who holds the most blocks."""
+    """Return the first, middle and last rank, and the ranks that own the most of a placement."""
     grid = plan.grid
     found = {0, grid.ranks // 2, grid.ranks - 1}
     for placement in plan.placements:
@@ -180,7 +180,7 @@ def sample_ranks(plan: GridPlan) -> list[int]:
 def _traffic(
     plan: GridPlan, launches: Sequence[Collective], by: str, times: int = 1
 ) -> list[GroupTraffic]:
-    """By kind and axes, of collectives that are launched so many times."""
+    """Add up traffic by axes and kind of collective, each launched `times` times."""
     alike: dict[tuple[str, int, str], list[Collective]] = defaultdict(list)
     for each in launches:
         alike[each.peers.name, each.peers.size, each.traffic.kind].append(each)
@@ -213,7 +213,7 @@ def figures_as_json(figures: StageFigures) -> dict[str, Any]:
 
 
 def cost_of_planning(since: float) -> dict[str, float]:
-    """Seconds and bytes that this process has taken."""
+    """Return the seconds since a time and the peak memory, in bytes, of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"seconds": time.monotonic() - since, "memory": float(most)}
@@ -221,7 +221,7 @@ def cost_of_planning(since: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The stage that was asked for, and the one to choose; None: none fits."""
+    """The verdict on the requested ZeRO stage, and the recommended one; None: no stage fits."""
 
     asked: Stage
     fits: bool

@@ -1,13 +1,13 @@
-"""FSDP2 in a training step: what it sends, and what it holds beside its shards.
+"""FSDP2 in a training step: the collectives it launches, and its memory beside the shards.
 
-A unit is what one `fully_shard` call manages. Shards are rows, as many on every rank: the last ones
-are padded. Units are gathered for forward and, unless they were kept, again for backward.
+A unit holds the parameters of one `fully_shard` call. Shards have as many rows on every rank: the
+last ones are padded. Units are gathered for forward and, if resharded after it, for backward again.
 
 Memory follows FSDP2 of torch 2.13, unit by unit. A gather arrives in one flat buffer and is copied
 into parameters; forward keeps that buffer until the next unit is there, backward gathers one unit
 ahead. Gradients are packed for their sum when the unit's backward is over, and that buffer lives
 until the next one is packed. Stages of a pipeline keep units and gradients whole from their first
-backward pass on, and reduce when all are over. Activations are not in it.
+backward pass on, and reduce after the last one. Activations are not included.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ ALONE = Peers((), 1)
 class Unit(NamedTuple):
     """The parameters of one `fully_shard` call, as a rank of tensor and expert parallel has them.
 
-    reshards: given back after forward.
-    shard, replicate: the ranks that share them, and those that do the same.
-    summands: of these the ranks of tensor parallel, `model`, have summands of the gradients, which
+    reshards: whether gathered parameters are freed after forward.
+    shard, replicate: the ranks that shard the unit, and the ranks with copies of a shard.
+    summands: parameters of whose gradients the tensor parallel ranks, `model`, have summands, which
         are added up before FSDP2 reduces them.
-    early: whose gradients come before those of the units inside.
-    brings_tokens: tokens that come to it, of experts, in those of one rank.
+    early: parameters whose gradients come before those of the units inside.
+    brings_tokens: tokens that come to the unit (of experts), as a multiple of one rank's tokens.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Unit(NamedTuple):
 
 
 def padded_shard(params: Sequence[Tensor], ranks: int) -> int:
-    """Elements of a rank's part of all of them, padding included."""
+    """Return the elements of a rank's shard of all these parameters, padding included."""
     return sum(-(-param.shape[0] // ranks) * param[0].numel() for param in params)
 
 
 def passes_1f1b(stage: int, stages: int, micro_batches: int) -> str:
-    """Forward and backward passes of a stage in turn, such as FFBFBB."""
+    """Return the forward and backward passes of a stage in order, such as "FFBFBB"."""
     return "".join(each.kind for each in passes_of(stage, stages, micro_batches))
 
 
 def fsdp_collectives(units: Sequence[Unit], *, passes: str = "FB") -> list[Collective]:
-    """The collectives of one step's passes, unit by unit; the last one reduces gradients."""
+    """Return the collectives of a step, by unit; gradients are reduced after the last pass."""
     found = []
     for unit in units:
         found += gather_of(unit) * _count_of_gathers(unit, passes)
@@ -71,7 +71,7 @@ def fsdp_collectives(units: Sequence[Unit], *, passes: str = "FB") -> list[Colle
 
 
 def _count_of_gathers(unit: Unit, passes: str) -> int:
-    """After a backward pass parameters stay for the next pass, but for the last one."""
+    """Return how often a unit is gathered: after a backward pass it stays for the next pass."""
     count, is_whole = 0, False
     for each in passes:
         count += not is_whole
@@ -80,7 +80,7 @@ def _count_of_gathers(unit: Unit, passes: str) -> int:
 
 
 def gather_of(unit: Unit) -> list[Collective]:
-    """The gathers that make a unit whole; none where one rank has it."""
+    """Return the all-gather of a unit; [] where one rank has the whole unit."""
     ranks = unit.shard.size
     if ranks == 1:
         return []
@@ -90,7 +90,7 @@ def gather_of(unit: Unit) -> list[Collective]:
 
 
 def reductions_of(unit: Unit) -> list[Collective]:
-    """The collectives that add up a unit's gradients, in order."""
+    """Return the collectives that sum a unit's gradients over ranks, in order."""
     found = []
     trained, dtype = unit.trained, unit.params[0].dtype
     for param in unit.summands if unit.model.size > 1 else ():
@@ -109,9 +109,9 @@ def reductions_of(unit: Unit) -> list[Collective]:
 
 
 def fsdp_peak(units: Sequence[Unit], passes: str = "FB") -> Then:
-    """The moment of these passes when most is alive: gradients and buffers, without shards.
+    """Return the most bytes of gradients and buffers alive in these passes, without shards.
 
-    Units are in the order in which forward enters them; one inside another has a longer name.
+    Units are in the order in which forward enters them; a unit inside another has a longer name.
     """
     walk = _Walk(units)
     pipelined = len(passes) > 2
@@ -140,14 +140,14 @@ class _Walk:
     # --- passes ------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Every unit is gathered when forward enters it."""
+        """Replay a forward pass: every unit is gathered when forward enters it."""
         self._left = []
         for number in self._outermost:
             self._forward_through(number)
         self.ledger.drop("kept")
 
     def backward(self, *, reduces: bool) -> None:
-        """Units are gathered one ahead; gradients are reduced, or stay whole as the units do."""
+        """Replay a backward pass, gathering one unit ahead; `reduces`: reduce-scatter gradients."""
         for number in reversed(self._outermost):
             self._backward_through(number, reduces)
         self.ledger.drop("packed")

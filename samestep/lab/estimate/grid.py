@@ -1,4 +1,4 @@
-"""Ranks on a grid of axes: who is whose peer, and numbers of all ranks at once."""
+"""Ranks on a grid of mesh axes: the peers of each rank, and tensors with a number per rank."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ class Peers(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For tables: "data x expert"."""
+        """Return the axes as text for tables, such as "data x expert"."""
         return " x ".join(self.axes) or "one rank"
 
 
 class Beside(NamedTuple):
-    """An axis along which a grid has one place of several: others have grids of their own."""
+    """An axis along which a grid has one of `size` places; other places have their own grids."""
 
     place: int
     size: int
@@ -31,7 +31,7 @@ class Beside(NamedTuple):
 class Grid:
     """All ranks that train one model (or one stage of it); the last axis varies fastest.
 
-    beside: axes outside of it, such as the stages of a pipeline.
+    beside: axes outside of the grid, such as the stages of a pipeline.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Grid:
         return tuple(self.sizes.values())
 
     def peers(self, *axes: str) -> Peers:
-        """The group of a rank along some axes: the same ranks are the same peers."""
+        """Return the process group along some axes; equal groups compare equal."""
         sizes = {**{axis: size for axis, (_, size) in self.beside.items()}, **self.sizes}
         ordered = tuple(axis for axis, size in sizes.items() if axis in axes and size > 1)
         return Peers(ordered, prod(sizes[axis] for axis in ordered))
 
     def place(self, rank: int, peers: Peers) -> int:
-        """The place of a rank among its peers."""
+        """Return the place of a rank among its peers, from 0."""
         places = dict(self.beside)
         for axis, size in reversed(self.sizes.items()):
             rank, at = divmod(rank, size)
@@ -63,7 +63,7 @@ class Grid:
         return number
 
     def rank_at(self, peers: Peers, place: int) -> int:
-        """The first rank that has this place among its peers."""
+        """Return the first rank that has this place among its peers."""
         places = {}
         for axis in reversed(peers.axes):
             place, places[axis] = divmod(place, self.sizes[axis])
@@ -82,7 +82,7 @@ class Grid:
         return values.reshape(inner).expand(self.shape)
 
     def spread_both(self, values: Tensor, outer: Peers, inner: Peers) -> Tensor:
-        """Figures of each inner peer at each place of the outer ones, (outer.size, inner.size)."""
+        """Spread figures of shape (outer.size, inner.size) over all ranks: the grid's shape."""
         axes = (*outer.axes, *inner.axes)
         together = self.peers(*axes)
         values = values.reshape([self.sizes[axis] for axis in axes])
@@ -90,14 +90,14 @@ class Grid:
         return self.spread(ordered.reshape(-1), together)
 
     def maximum(self, values: Tensor, peers: Peers) -> Tensor:
-        """The largest among the peers of each rank; `values` has the shape of the grid."""
+        """Return the maximum over each rank's peers; `values` has the shape of the grid."""
         dims = [dim for dim, axis in enumerate(self.sizes) if axis in peers.axes]
         return values.amax(dim=dims, keepdim=True).expand(self.shape) if dims else values
 
     def maximum_of(self, values: Tensor, peers: Peers, per_host: int, dim: int) -> Tensor:
-        """The largest among some peers of each rank, of which so many neighbours share a host.
+        """Return the maximum over some peers of each rank; `per_host` neighbours share a host.
 
-        dim: -1: those on its host, -2: those that have its place on theirs.
+        dim: -1: the peers on the rank's host, -2: the peers at the rank's place on every host.
         """
         if any(axis in self.beside for axis in peers.axes):  # of those only one place is here
             return self.maximum(values, peers)
@@ -117,5 +117,5 @@ def one_axis(ranks: int) -> Grid:
 
 
 def per_peer(numbers: Sequence[float]) -> Tensor:
-    """One number of each; in a tenth of the time that `torch.tensor` takes for a thousand."""
+    """Make a float64 tensor of one number per peer, ten times as fast as `torch.tensor`."""
     return torch.frombuffer(array("d", numbers), dtype=torch.float64)

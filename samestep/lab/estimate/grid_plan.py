@@ -1,10 +1,10 @@
-"""An optimizer on the ranks of a grid, as data: the plans and the schedule it would have there.
+"""An optimizer on the ranks of a grid, as data: the plans and the schedule of every rank.
 
     optimizer = samestep.MuonAdamW(model_on_meta, sharding="zero2")   # one process, no memory
     plan_on_grid(optimizer, one_axis(1024)).schedule()
 
-Plans are those of `plan.placement_plan`, for all ranks at once. What only a planner without ranks
-has to say is here: which axes of the grid a placement lies on, and what gradients will be.
+`plan.placement_plan` makes the plans, for all ranks at once. This module adds the facts that no
+process group tells: the axes of the grid that a placement lies on, and the kinds of gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,13 +52,13 @@ Mesh = tuple[tuple[str, ...], ...]  # per axis of a mesh the axes of the grid it
 
 
 class SpreadOver(NamedTuple):
-    """The layout of a DTensor on a mesh: per mesh axis the axes of the grid, and its cut.
+    """The layout of a DTensor on a mesh: for each mesh axis the axes of the grid, and the cut.
 
-    (("data", "expert"),) with (Cut(0),) is what `fully_shard` does over both as one.
+    (("data", "expert"),) with (Cut(0),) is `fully_shard` over both axes flattened into one.
     summed: numbers of the mesh axes on which backward leaves every rank a summand of the gradient.
-    padded: FSDP2 shards it, with room for as many rows on every rank.
-    by_fsdp: FSDP2 manages it, and averages its gradients. Other DTensors are averaged by the
-        optimizer, over the ranks of which it knows that they hold the same parts elsewhere.
+    padded: whether FSDP2 pads shards to as many rows on every rank.
+    by_fsdp: whether FSDP2 manages the DTensor and averages its gradients. The optimizer averages
+        gradients of other DTensors, over the ranks of its process group with the same shards.
     """
 
     mesh: Mesh
@@ -78,8 +78,8 @@ Spread = Callable[[str, Tensor], SpreadOver | None]  # by name; None: a plain pa
 class Summands(NamedTuple):
     """The ranks that have summands of a gradient.
 
-    kinds: what gradients are along all axes of the mesh, or the axes with summands. Gradients that
-        have the same are added up at once.
+    kinds: the kind of gradient along each axis of the mesh, or the axes with summands. Gradients
+        with equal kinds are added up in one collective.
     """
 
     peers: Peers
@@ -88,15 +88,15 @@ class Summands(NamedTuple):
 
 @dataclass(eq=False)
 class GridPlacement:
-    """The plan of one placement, and where on the grid its ranks are.
+    """The plan of one placement, and the place of its ranks on the grid.
 
-    peers: the ranks with copies, which share the work on them, and `outer` those that do the same.
-    mesh: the ranks with the other shards of one copy; of plain parameters a rank alone.
-    everyone: all ranks that hold some of it.
-    replicated: what ranks compare.
-    summands: of each gradient, where backward leaves ranks of the mesh summands of it; (): of none.
-    room: elements of each parameter that every rank has room for; None, or (): its own.
-    bucket_plans: the buckets by place in the mesh; []: nobody averages gradients here.
+    peers: the ranks with copies, which share the work on them; `outer`: replicas of that group.
+    mesh: the ranks with the other shards of one copy; for plain parameters a rank alone.
+    everyone: all ranks that hold a part of the placement.
+    replicated: the copies that ranks compare.
+    summands: the ranks with summands, for each gradient; None: gradients are whole; (): all are.
+    room: elements of each parameter's shard with padding; None, or (): shards are not padded.
+    bucket_plans: the buckets by place in the mesh; []: the optimizer averages no gradients here.
     """
 
     plan: PlacementPlan
@@ -110,7 +110,7 @@ class GridPlacement:
 
     @property
     def specs(self) -> tuple[ParamSpec, ...]:
-        """The whole parameters, in the order in which forward uses them."""
+        """Return the specs of whole parameters, in the order in which forward uses them."""
         return self.plan.specs
 
     def __post_init__(self) -> None:
@@ -119,17 +119,17 @@ class GridPlacement:
 
     @cached_property
     def block_plans(self) -> list[BlockPlan]:
-        """The blocks of a mesh by place among copies; []: parameters are plain."""
+        """Return a mesh's block plans by place among copies; []: parameters are plain."""
         found = map(self.plan.blocks_on, range(self.peers.size))
         return [blocks for blocks in found if blocks is not None]
 
     @property
     def buckets(self) -> BucketPlan:
-        """The buckets of the first rank of a mesh, which has the largest shards."""
+        """Return the buckets of the first rank of a mesh, which has the largest shards."""
         return self.bucket_plans[0]
 
     def gradient_sums(self) -> list[tuple[Peers, GradientSum]]:
-        """The gradients that are added up over the mesh when a step begins; of copies none."""
+        """Return the gradients summed over the mesh when a step begins; [] with buckets."""
         if self.bucket_plans:
             return []
         sums = self.block_plans[0].gradient_sums(self.summands)
@@ -137,7 +137,7 @@ class GridPlacement:
         return [(own.peers, each) for own, each in found if isinstance(own, Summands)]
 
     def on_rank(self, grid: Grid, rank: int | None) -> RankPlan:
-        """The plan of a rank; None: of the first, with as many chunks of blocks as any has."""
+        """Return a rank's plan; None: the first rank's, with the most chunks that any rank has."""
         place, mesh_place = (grid.place(rank or 0, each) for each in (self.peers, self.mesh))
         if rank is None and self.block_plans:
             chunks = [len(each.chunks) for each in self.block_plans]
@@ -147,7 +147,7 @@ class GridPlacement:
         return RankPlan(buckets, buckets.place(place) if buckets else 0, blocks, mesh_place)
 
     def stored(self, own: RankPlan) -> list[tuple[ParamSpec, int]]:
-        """The parameters of a rank, and elements of each, and of its gradient, in its memory."""
+        """Return the parameters of a rank, each with its elements (and its gradient's) there."""
         if own.buckets is not None:
             return [(spec, spec.numel) for spec in own.specs]
         held = (of_ranks.boxes[own.mesh_place].numel for of_ranks in self.plan.topology.held or ())
@@ -158,7 +158,7 @@ class GridPlacement:
 
 @dataclass(frozen=True)
 class GridPlan:
-    """Everything that is decided before the first step, for all ranks of a grid."""
+    """The decisions before the first step, for all ranks of a grid: placements and schedules."""
 
     optimizer: RuleOptimizer
     grid: Grid
@@ -184,20 +184,20 @@ class GridPlan:
 
     @property
     def stages(self) -> Peers | None:
-        """The ranks of a pipeline, one of each stage, that speak of norms and problems."""
+        """Return the ranks, one per pipeline stage, that exchange gradient norms and problems."""
         peers = self.grid.peers(*self.grid.beside)
         return peers if peers.size > 1 else None
 
     def reduced(self) -> list[tuple[int, GridPlacement]]:
-        """Placements that are averaged by the optimizer, with their numbers."""
+        """Return the placements whose gradients the optimizer averages, with their numbers."""
         return [(number, each) for number, each in enumerate(self.placements) if each.bucket_plans]
 
     def reduced_by(self, bucket: BucketId) -> GridPlacement | None:
-        """The placement of a bucket; None: nobody averages it here."""
+        """Return a bucket's placement; None: the optimizer does not average its gradients."""
         return dict(self.reduced()).get(bucket.placement)
 
     def schedule(self, rank: int | None = None) -> Schedule:
-        """The operations of a rank; None: of the first, with as many chunks as any has."""
+        """Return a rank's operations; None: the first rank's, with the most chunks of any rank."""
         shapes = [
             own.shape if self.distribution.offload is None else _with_windows(own, self.groups)
             for own in self.on_rank(rank)
@@ -220,7 +220,7 @@ class GridPlan:
 
     @cached_property
     def local_units(self) -> list[OffloadUnit]:
-        """The pieces that one process updates, with their state."""
+        """Return the pieces that one process updates, with their state."""
         found, blocks = [], self.optimizer.plan.blocks
         for index, group in enumerate(self.groups):
             known = KnownGroup(group, index, self.optimizer.state, blocks)
@@ -231,29 +231,29 @@ class GridPlan:
 
     @cached_property
     def local_specs(self) -> dict[Tensor, ParamSpec]:
-        """The parameters of one process."""
+        """Return the specs of all parameters, as one process has them."""
         planner, blocks = self.optimizer.plan.planner, self.optimizer.plan.blocks
         params, specs, *_ = planner.members(self.groups, range(len(self.groups)), blocks)
         return dict(zip(params, specs, strict=True))
 
     @cached_property
     def local_windows(self) -> Windows:
-        """The windows of the state of one process, where that stays on the host."""
+        """Return the windows of one process's state that is offloaded to the host."""
         return Windows({("update", 0): self.local_units})
 
     def on_rank(self, rank: int | None) -> list[RankPlan]:
-        """The plans of a rank, one of each placement; None: as `schedule` has it."""
+        """Return the plans of a rank, one per placement; None: as in `schedule`."""
         return [placement.on_rank(self.grid, rank) for placement in self.placements]
 
     def stored(self, rank: int) -> list[tuple[ParamSpec, int]]:
-        """All parameters of a rank, and elements of each in its memory."""
+        """Return all parameters of a rank, each with its number of elements there."""
         if not self.placements:
             return [(spec, spec.numel) for spec in self.local_specs.values()]
         both = zip(self.placements, self.on_rank(rank), strict=True)
         return [each for placement, own in both for each in placement.stored(own)]
 
     def windows(self, own: RankPlan) -> Windows:
-        """The windows of the state of a placement, where that stays on the host."""
+        """Return the windows of a placement's state that is offloaded to the host."""
         return _windows_of(own, self.groups)
 
 
@@ -271,12 +271,12 @@ def plan_on_grid(
     device: torch.device | None = None,
     hardware: Hardware | None = None,
 ) -> GridPlan:
-    """Plan what an optimizer that was built in one process would do on the ranks of a grid.
+    """Plan an optimizer that was built in one process for the ranks of a grid.
 
-    everyone: the ranks that share plain parameters (all), and `outer` those that do the same.
-    own_peers: of groups that have a process group of their own, by index.
-    spread: which parameters are DTensors there, and how they lie.
-    hardware: whose links the plan is made for; without it, ranks are on one host, of the device.
+    everyone: the ranks that share plain parameters (default: all); `outer`: replicas of them.
+    own_peers: by index, the ranks of param groups that have their own process group.
+    spread: gives the layout of parameters that are DTensors on the grid, by name.
+    hardware: the links to plan for; None: all ranks are on one host with the device's usual links.
     """
     asked = _Request(
         optimizer,
@@ -308,7 +308,7 @@ def plan_on_grid(
 class _Request:
     """The request to place the parameters of a kind on all ranks: see `plan_on_grid`.
 
-    kinds: of all parameters, by name; lie: how those that are DTensors lie.
+    kinds: the kind name of every parameter; lie: the layout of every DTensor.
     """
 
     optimizer: RuleOptimizer
@@ -327,7 +327,7 @@ class _Request:
 
     @cached_property
     def copies(self) -> dict[Mesh, Peers]:
-        """The ranks with copies, by mesh, where the optimizer averages these."""
+        """Return by mesh the ranks with copies whose gradients the optimizer averages."""
         found = {}
         for mesh in self.meshes:
             lie = [over for over in self.lie.values() if over.mesh == mesh]
@@ -338,7 +338,7 @@ class _Request:
 
     @cached_property
     def beside(self) -> Distribution:
-        """The keywords for parameters that are averaged here."""
+        """Return the distribution options of parameters that the optimizer averages."""
         others = self.meshes.keys() - self.copies.keys()
         distribution = self.optimizer.plan.distribution
         return distribution.beside_dtensors() if others else distribution
@@ -353,7 +353,7 @@ class _Request:
         held: tuple[RankBoxes, ...] | None = None,
         outer: Peers | None = None,
     ) -> Topology:
-        """The ranks of a placement; `peers`: of those with copies, if they average them here."""
+        """Return a placement's topology; `peers`: ranks with copies, if the optimizer averages."""
         fabric = None
         if peers is not None and self.hardware is not None:
             fabric = self.hardware.fabric(peers, self.grid)
@@ -364,7 +364,7 @@ class _Request:
         return Topology(self.device, fabric, held, groups, uneven=on_gpu)
 
     def plan(self, members: PlanMembers, topology: Topology) -> PlacementPlan:
-        """The plan of a placement, as the optimizers of its ranks make it."""
+        """Plan a placement as the optimizers of its ranks do."""
         averaged = topology.fabric is not None
         return plan_placement(
             members.specs,
@@ -376,7 +376,7 @@ class _Request:
 
 
 def _plain_placements(asked: _Request) -> Iterator[GridPlacement]:
-    """Place plain parameters: groups that are reduced over the same ranks together."""
+    """Place plain parameters: param groups reduced over the same ranks share a placement."""
     everyone, outer, beside = asked.everyone, asked.outer, asked.beside
     if everyone.size * (1 if outer is None else outer.size) == 1:
         return  # one process: nothing is shared
@@ -396,7 +396,7 @@ def _plain_placements(asked: _Request) -> Iterator[GridPlacement]:
 
 
 def _dtensor_placements(asked: _Request) -> Iterator[GridPlacement]:
-    """Place DTensors: those of each mesh together."""
+    """Place DTensors: all DTensors of a mesh share a placement."""
     grid, lie, groups = asked.grid, asked.lie, asked.optimizer.param_groups
     distribution = asked.optimizer.plan.distribution
     held_as = cache(partial(_held, grid))  # layers are alike
@@ -437,7 +437,7 @@ PLACED: dict[str, Callable[[_Request], Iterator[GridPlacement]]] = {
 
 
 def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:
-    """The ranks that have the same shards of the DTensors of a mesh, and average them."""
+    """Return the ranks with the same shards of a mesh's DTensors, over which gradients average."""
     if any(over.by_fsdp for over in lie):
         return grid.peers()
     return grid.peers(*(axis for axis in everyone.axes if axis not in lie[0].axes))
@@ -453,7 +453,7 @@ def _summands(grid: Grid, over: SpreadOver) -> Summands | None:
 
 
 def _reduced_summands(grid: Grid, over: SpreadOver) -> Summands | None:
-    """The summands that `combine_gradients` adds up: all along the same axes at once."""
+    """Return the summands of DTensors: gradients with equal axes are summed at once."""
     return Summands(_summing(grid, over), over.summed) if over.summed else None
 
 
@@ -464,18 +464,18 @@ def _summing(grid: Grid, over: SpreadOver) -> Peers:
 def _replicated(
     grid: Grid, lie: Sequence[SpreadOver], copies: int = 1
 ) -> tuple[ReplicatedAlong, ...]:
-    """The copies along the axes of one mesh that ranks compare."""
+    """Return the copies along the axes of one mesh that ranks compare."""
     replicated = [[axis for axis, cut in enumerate(o.cuts) if cut.dim is None] for o in lie]
     return replicated_along(_sizes(grid, lie[0]), replicated, copies)
 
 
 def _sizes(grid: Grid, over: SpreadOver) -> list[int]:
-    """The sizes of the axes of a mesh."""
+    """Return the sizes of a mesh's axes."""
     return [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
 
 
 def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBoxes, int | None]:
-    """The boxes of a mesh in the order of its group, and room as `GridPlacement.room` has it."""
+    """Return the boxes of a mesh's ranks in order, and the room as in `GridPlacement.room`."""
     sizes = _sizes(grid, over)
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
@@ -489,7 +489,7 @@ def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> tuple[RankBox
 
 
 def _with_windows(own: RankPlan, groups: Sequence[Group]) -> PlacementShape:
-    """The part that the schedule of a rank depends on, with the windows of its state."""
+    """Return the shape that a rank's schedule depends on, with the windows of its state."""
     windows, shape = _windows_of(own, groups), own.shape
     return shape._replace(
         windows=windows.sizes(len(shape.bucket_sizes)),
@@ -498,7 +498,7 @@ def _with_windows(own: RankPlan, groups: Sequence[Group]) -> PlacementShape:
 
 
 def _windows_of(own: RankPlan, groups: Sequence[Group]) -> Windows:
-    """The windows of every bucket and chunk, as the placements of optimizers cut them."""
+    """Return the windows of every bucket and chunk, cut as the optimizer's placements do."""
     units: dict[tuple[Stage, int], list[OffloadUnit]] = {}
     for number in range(len(own.shape.bucket_sizes)):
         units["update", number] = [_unit(each, groups) for each in own.updates(number)]
@@ -518,7 +518,7 @@ def _unit(updated: Updated, groups: Sequence[Group]) -> OffloadUnit:
 
 
 def _of_chunk(own: RankPlan, number: int, groups: Sequence[Group]) -> Iterator[OffloadUnit]:
-    """The state of the parts that a rank holds, and of whole blocks, which all have."""
+    """Yield a chunk's state: of the parts that a rank holds, or of whole blocks on every rank."""
     assert own.blocks is not None
     for planned in own.blocks.chunks[number].blocks:
         spec = own.blocks.specs[planned.param]

@@ -20,14 +20,14 @@ RINGS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 class Hardware:
     """A cluster of equal hosts.
 
-    product_rates: FLOP/s of orthogonalization by the short side of a block, as it was measured;
-        between two sides it is interpolated, outside it is that of the nearest.
+    product_rates: measured FLOP/s of orthogonalization by the short side of a block; interpolated
+        between two sides, and the nearest side's rate outside them.
     bytes_rate: bytes per second that updates read and write.
     call: seconds that the host or device needs per piece, whatever its size.
     model_rate: FLOP/s of forward and backward.
     host_rate: bytes per second between a device and pinned memory of its host, each way at once;
-        PCIe 5 with 16 lanes, as it was measured on the host of one H200.
-    measured: by kind of collective and number of ranks, where `--calibrate` has measured them.
+        the default was measured over PCIe 5 with 16 lanes, on the host of one H200.
+    measured: links by kind of collective and number of ranks, where `--calibrate` measured them.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Hardware:
         return self.product_rates[sides[-1]]
 
     def fabric(self, peers: Peers, grid: Grid) -> Fabric:
-        """The links between a rank and its peers; hosts have neighbouring ranks."""
+        """Return the links between a rank and its peers; hosts have neighbouring ranks."""
         on_host = peers_on_host(peers, grid, self.ranks_per_host)
         return Fabric(self.inside, self.between, peers.size, on_host)
 
     def seconds(self, kind: str, carried: float, fabric: Fabric) -> float:
-        """The seconds of a collective in which the busiest rank sends or gets so many bytes."""
+        """Return the seconds of a collective whose busiest direction carries so many bytes."""
         by_ranks, ranks = self.measured.get(kind), fabric.ranks
         if by_ranks:
             nearest = min(by_ranks, key=lambda known: (abs(known - ranks), known))
@@ -75,7 +75,7 @@ def device_of(hardware: Hardware) -> torch.device:
 
 
 def peers_on_host(peers: Peers, grid: Grid, ranks_per_host: int) -> int:
-    """The number of peers that share a host with the first rank, itself included."""
+    """Return the number of peers on the host of the first rank, the first rank included."""
     outside = [(axis, beside.size) for axis, beside in grid.beside.items()]
     stride, found = 1, 1
     for axis, size in reversed([*outside, *grid.sizes.items()]):
@@ -171,7 +171,7 @@ def hardware_as_json(hardware: Hardware) -> dict[str, Any]:
 
 
 def find_hardware(text: str) -> Hardware:
-    """A preset, or from a file; raises BadRequestError."""
+    """Return a preset by name, or read a hardware file; raise BadRequestError if neither works."""
     if text in PRESETS:
         return PRESETS[text]
     path = Path(text)

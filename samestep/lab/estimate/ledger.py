@@ -1,4 +1,4 @@
-"""A ledger of the buffers that are alive in a step, and of the moment when that is most."""
+"""A ledger of the buffers that are alive in a step, and of the moment when most bytes are."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
@@ -20,7 +20,7 @@ class Then(NamedTuple):
 
 
 class Ledger:
-    """Buffers that are alive, by key; it replays what operations allocate and free."""
+    """The buffers that are alive, by key, as operations allocate and free them."""
 
     def __init__(self) -> None:
         self._alive: dict[object, tuple[str, int]] = {}
@@ -30,7 +30,7 @@ class Ledger:
         self._total = 0  # of the most
 
     def replay(self, changes: Iterable[Change]) -> None:
-        """Make changes, in their order."""
+        """Apply changes of memory in order."""
         for change in changes:
             match change:
                 case Allocation(key, nbytes, kind, pool):
@@ -48,7 +48,7 @@ class Ledger:
                     self.passing(nbytes)
 
     def add(self, key: object, size: int, kind: str = BUFFERS) -> None:
-        """Count a buffer that takes so many bytes from now on, whatever it took before."""
+        """Count a buffer of so many bytes from now on, in place of one with the same key."""
         self.drop(key)
         self._alive[key] = kind, size
         self.now[kind] += size
@@ -57,20 +57,20 @@ class Ledger:
             self._total, self.most = total, Then(**self.now)
 
     def drop(self, key: object) -> None:
-        """Forget a buffer, if it is there."""
+        """Free a buffer, if it is alive."""
         if key in self._alive:
             kind, size = self._alive.pop(key)
             self.now[kind] -= size
 
     def passing(self, size: int) -> None:
-        """Count bytes that come, and go at once."""
+        """Count bytes that are allocated and freed at once, for the peak."""
         self.add("passing", size, TEMPORARIES)
         self.drop("passing")
 
     def alive(self) -> Iterator[tuple[object, int]]:
-        """Buffers by key, with their bytes."""
+        """Return pairs of a live buffer's key and its bytes."""
         return ((key, nbytes) for key, (_, nbytes) in self._alive.items())
 
     def size(self, key: object) -> int | None:
-        """The bytes of a buffer; None: it is not there."""
+        """Return the bytes of a buffer; None: the buffer is not alive."""
         return self._alive[key][1] if key in self._alive else None

@@ -1,8 +1,8 @@
-"""Bytes of tensors on each rank: what stays, and the peak of what comes and goes.
+"""Bytes of tensors on each rank: memory that stays between steps, and the peak within a step.
 
-Activations are not in it: `activations` has them. What comes and goes is what the operations of a
-schedule say of themselves (`plan.memory`), replayed by a ledger; what rules allocate is
-found by running them (`temporaries`).
+Activations are not included: `activations` estimates them. Operations of a schedule declare the
+buffers that they allocate and free (`plan.memory`), and a ledger replays these; temporaries of
+rules are found by running the rules (`temporaries`).
 """
 
 from collections import defaultdict
@@ -38,9 +38,9 @@ from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 class RankMemory(NamedTuple):
     """Memory of one rank, in bytes.
 
-    gradients: when backward is over.
-    buffers, temporaries: beside gradients when most is alive; `gradients_then` are those.
-    staging: buffers for state that stays on the host, which has `on_host` of it.
+    gradients: gradients when backward is over.
+    gradients_then, buffers, temporaries: memory at the moment when most bytes are alive.
+    staging: buffers on the device for offloaded state; on_host: the state on the host.
     """
 
     parameters: int
@@ -55,7 +55,7 @@ class RankMemory(NamedTuple):
 
     @property
     def stays(self) -> int:
-        """The bytes that are alive between steps, without gradients."""
+        """Return the bytes that are alive between steps, without gradients."""
         return self.parameters + self.main_parameters + self.state + self.staging
 
     @property
@@ -64,17 +64,17 @@ class RankMemory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """All of it when most is alive."""
+        """Return all bytes at the moment when most are alive."""
         return self.stays + self.gradients_then + self.in_flight
 
     def at(self, then: Then) -> "RankMemory":
-        """The memory of this rank at another moment of the step."""
+        """Return the memory of this rank at another moment of the step."""
         return self._replace(
             gradients_then=then.gradients, buffers=then.buffers, temporaries=then.temporaries
         )
 
     def or_then(self, inside: Then) -> "RankMemory":
-        """The rank at another moment, of forward and backward, if more is alive then."""
+        """Return this rank's memory at a moment of forward and backward, if more is alive then."""
         return self if inside.total <= self.gradients_then + self.in_flight else self.at(inside)
 
 
@@ -90,7 +90,7 @@ def rank_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
 
 
 def kept_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
-    """The memory that stays on a rank: parameters, main parameters and state, wherever it is."""
+    """Return the bytes that a rank keeps, on device or host: parameters, main parameters, state."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     for placement, own in zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True):
         if own.buckets is not None:
@@ -113,7 +113,7 @@ def kept_memory(grid_plan: GridPlan, rank: int) -> RankMemory:
 
 
 def _whole_parameters(buckets: BucketPlan) -> int:
-    """The bytes of parameters, with the gaps of flat buffers."""
+    """Return the bytes of whole parameters, gaps of flat buffers included."""
     flat = buckets.options.buffers == "flat"
     return sum(each.nbytes for each in (buckets.plan.buckets if flat else buckets.plan.params))
 
@@ -131,7 +131,7 @@ def _shared_state(
 def _owned_state(
     blocks: BlockPlan, mesh_place: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    """Bytes per key of what the owners of blocks have, of the blocks that a rank of a mesh owns."""
+    """Yield keys and bytes of the state that is kept by owners, of the blocks that a rank owns."""
     for planned in (planned for chunk in blocks.chunks for planned in chunk.blocks):
         spec = blocks.specs[planned.param]
         if mesh_place in planned.owners and any(how.owned for how in spec.stored.values()):
@@ -145,7 +145,7 @@ def _owned_state(
 def _spread_state(
     spec: ParamSpec, elements: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    """Bytes per key: of the parameter's shape as that is spread, all other on every rank."""
+    """Yield keys and bytes of state: sharded like the parameter, or else whole on every rank."""
     group = groups[spec.group]
     shapes = whole_shapes(rule_of(group), spec.shape, spec.blocks, group, spec.stored)
     for key, how in spec.stored.items():
@@ -156,7 +156,7 @@ def _spread_state(
 
 
 def whole_gradients(grid_plan: GridPlan, rank: int) -> int:
-    """Gradients that backward passes leave before any is reduced."""
+    """Return the bytes of the gradients that backward leaves on a rank before any is reduced."""
     return sum(_gradient_bytes(grid_plan.stored(rank)))
 
 
@@ -165,7 +165,7 @@ def _gradient_bytes(stored: Iterable[tuple[ParamSpec, int]]) -> list[int]:
 
 
 def passing_memory(grid_plan: GridPlan, rank: int) -> tuple[int, Then]:
-    """Gradients when backward is over, and the moment when most is alive."""
+    """Return the bytes of gradients after backward, and the moment when most bytes are alive."""
     ledger, changes = Ledger(), step_memory(grid_plan, rank)
     ledger.replay(next(changes))
     gradients = ledger.now[GRADIENTS]
@@ -175,7 +175,7 @@ def passing_memory(grid_plan: GridPlan, rank: int) -> tuple[int, Then]:
 
 
 def step_memory(grid_plan: GridPlan, rank: int) -> Iterator[Iterable[Change]]:
-    """Changes of memory: those of backward, and then of each operation of the step."""
+    """Yield the changes of memory of backward, and then of each operation of the step."""
     rules = _Rules(grid_plan, rank)
     memories = _memories(grid_plan, rank, rules)
     again = grid_plan.stages is not None  # a pipeline has several micro-batches
@@ -188,7 +188,7 @@ def step_memory(grid_plan: GridPlan, rank: int) -> Iterator[Iterable[Change]]:
 
 
 def _memories(grid_plan: GridPlan, rank: int, rules: "_Rules") -> list[PlacementMemory]:
-    """The memory of each placement: of its buckets, and of its blocks."""
+    """Return the memory of each placement's buckets and blocks on a rank."""
     found: list[PlacementMemory] = []
     each = zip(grid_plan.placements, grid_plan.on_rank(rank), strict=True)
     for number, (placement, own) in enumerate(each):
@@ -216,7 +216,7 @@ class _Rules:
         self._windows = cache(lambda number: grid_plan.windows(self._every[number]))
 
     def transform(self, spec: ParamSpec, count: int, shape: tuple[int, int]) -> int:
-        """The bytes to transform so many whole matrices of one shape."""
+        """Return the bytes allocated to transform so many whole matrices of one shape."""
         if self._on_cpu:
             peaks = RulePeaks(self._grid_plan.groups[spec.group], on_cpu=True)
             return peaks.transform(count, shape, spec.math_dtype)
@@ -224,7 +224,7 @@ class _Rules:
         return batch.temporary_bytes + count * prod(shape) * 4
 
     def update(self, operation: Update) -> Iterator[int]:
-        """The bytes that an operation takes, group by group."""
+        """Yield the peak bytes that an update allocates for each param group."""
         by_group: dict[int, list[tuple[ParamSpec, tuple[int, ...]]]] = defaultdict(list)
         for each, elements in self._updates(operation):
             shapes = [(elements,)] if each.block is None else each.block.matrices
@@ -232,7 +232,7 @@ class _Rules:
         return (self._of_group(index, members) for index, members in by_group.items())
 
     def _updates(self, operation: Update) -> list[tuple[Updated, int]]:
-        """The pieces that are updated, and the elements of each that are."""
+        """Return the pieces that an operation updates, with the number of elements of each."""
         if operation.window is not None:
             placement = operation.window.bucket.placement
             own = self._windows(placement) if self._every else self._grid_plan.local_windows
@@ -249,7 +249,7 @@ class _Rules:
         return [(each, each.elements) for each in found]
 
     def _of_group(self, index: int, members: list[tuple[ParamSpec, tuple[int, ...]]]) -> int:
-        """Blocks of one shape are updated as stacks, slices alone."""
+        """Return the peak bytes of a group: blocks of a shape run as stacks, slices alone."""
         group, on_cpu = self._grid_plan.groups[index], self._on_cpu
         sizes = (prod(shape) * spec.math_dtype.itemsize for spec, shape in members)
         clipped = sum(sizes) if self._grid_plan.clips and on_cpu else 0  # kernels do without

@@ -1,6 +1,6 @@
-"""MODEL of the command: a preset, a config.json, or a function; always on the meta device.
+"""The MODEL of `samestep plan`: a preset, a config.json or a function, on the meta device.
 
-A pipeline stage is a module with some of its layers.
+A pipeline stage is a view of the model's module with some of its layers.
 """
 
 import difflib
@@ -23,7 +23,7 @@ EXPERT_PART = "experts"  # of the name of a 3-D stack
 
 @dataclass(frozen=True)
 class Model:
-    """A model to plan. `shape` is None for a factory's, unless that made the example GPT."""
+    """A model to plan; `shape` is None if unknown, as of all factories but the example GPT's."""
 
     name: str
     source: str
@@ -32,18 +32,18 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """The number of elements of all parameters."""
+        """Return the number of elements of all parameters."""
         return sum(param.numel() for param in self.module.parameters())
 
     @property
     def active_share(self) -> float:
-        """The elements that a token meets: of the experts those that it chooses, if known."""
+        """Return the share of experts that a token chooses; 1.0 if unknown or without experts."""
         if self.shape is None or not self.shape.experts or not self.shape.active_experts:
             return 1.0
         return self.shape.active_experts / self.shape.experts
 
     def stage(self, stage: int, stages: int, per_rank: int = 1) -> nn.Module:
-        """As `stage_of` makes it, once: jobs of one model ask for the same again and again."""
+        """Return a pipeline stage as `stage_of` builds it; each stage is built only once."""
         key = stage, stages, per_rank
         if key not in self._stages:
             self._stages[key] = stage_of(self.module, *key)
@@ -55,7 +55,7 @@ class Model:
 
 
 def load_model(text: str, dtype: torch.dtype) -> Model:
-    """Raises BadRequestError, in one line."""
+    """Load a preset, config.json or PACKAGE:FACTORY; raise BadRequestError if that fails."""
     if text in SHAPES:
         shape = SHAPES[text]
         return Model(text, shape.source, build(shape, dtype), shape)
@@ -98,19 +98,19 @@ def _made(path: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _own_shape(module: nn.Module) -> Shape | None:
-    """The shape of a factory's module: known of the example GPT alone."""
+    """Return the shape of a factory's module if that is the example GPT, else None."""
     from samestep.models.gpt import GPT  # with DTensors, which take long to import
 
     return gpt_shape(module.config) if isinstance(module, GPT) else None
 
 
 def is_expert(name: str, param: Tensor) -> bool:
-    """Whether it is a stack of experts, which the expert axis cuts."""
+    """Whether a parameter is a stack of experts, which the expert axis shards."""
     return param.ndim == 3 and EXPERT_PART in name
 
 
 def known_options(module: nn.Module) -> tuple[dict[str, dict[str, str]], dict[str, list[int]]]:
-    """`overrides` and `split_sizes`, by name, that stand for a recipe of what is built here."""
+    """Return `overrides` of routers and `split_sizes` of fused matrices, by parameter name."""
     named = list(module.named_modules())
     routers = {f"{path}.weight": {"rule": "adamw"} for path, m in named if isinstance(m, Router)}
     fused = {f"{path}.weight": m.split_sizes for path, m in named if isinstance(m, Fused)}
@@ -118,7 +118,7 @@ def known_options(module: nn.Module) -> tuple[dict[str, dict[str, str]], dict[st
 
 
 def layers_of(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The list of layers: that with the most parameters."""
+    """Return the name and the `ModuleList` of the layers: the list with the most parameters."""
     lists = {name: m for name, m in module.named_modules() if isinstance(m, nn.ModuleList)}
     if not lists:
         return None
@@ -126,9 +126,10 @@ def layers_of(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def stage_of(module: nn.Module, stage: int, stages: int, per_rank: int = 1) -> nn.Module:
-    """A pipeline stage: its layers, with what comes before them in the first, after in the last.
+    """Return a pipeline stage: its layers; the first and last also have modules around them.
 
-    With several per rank, those of one rank of `stages`: number `stage` and every so many after it.
+    With several stages per rank, the module has all stages of rank `stage`: that one and every
+    `stages`-th after it.
     """
     if stages * per_rank == 1:
         return module

@@ -38,7 +38,7 @@ PANELS = 3  # side by side
 
 
 def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
-    """One panel per timeline, on one scale; two rows per rank: host and link."""
+    """Draw a panel per timeline, on one time scale, with two rows per rank: host and link."""
     heights = [0.5 + 0.42 * max(len(t.shown), 1) for t in timelines.values()]
     figure = Figure(figsize=(11, 1.0 + sum(heights)))
     axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)
@@ -71,9 +71,9 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
 
 
 def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
-    """A picture of the fullest rank's peak by sharding, against the device's memory.
+    """Draw the fullest rank's peak memory by sharding, against the device's memory.
 
-    With activations there are two moments: below the step, that of forward and backward.
+    With activations each sharding has two bars: the step, and forward and backward below it.
     """
     moments: list[tuple[str, dict[str, float]]] = []
     for stage, needs in every.items():
@@ -110,7 +110,7 @@ def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
 
 
 def scaling_picture(curves: Mapping[str, Sequence[Point]], title: str) -> bytes:
-    """Lines over the number of ranks, a panel per quantity; both scales are logarithmic."""
+    """Draw quantities over the number of ranks, a panel each; both scales are logarithmic."""
     rows = -(-len(CURVES) // PANELS)
     figure = Figure(figsize=(4.2 * PANELS, 3.2 * rows))
     axes = figure.subplots(rows, PANELS, squeeze=False)

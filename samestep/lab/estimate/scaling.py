@@ -28,15 +28,16 @@ TOKENS = 4096  # of a rank, where nobody says how many
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks; times of the slowest stage, bytes of the worst.
+    """The figures of one number of ranks, of the slowest stage; `peak` is that of the fullest.
 
-    step, exposed: of the optimizer step alone, with gradients of all parameters at hand.
-    iteration, iteration_exposed: forward, backward and step with as many tokens on every rank.
-    strong: of an iteration with as many tokens in all as the fewest ranks have.
+    step, exposed: seconds of the optimizer step alone, when all gradients exist.
+    iteration, iteration_exposed: seconds of forward, backward and step, weak scaling: the tokens
+        of a rank stay the same.
+    strong: seconds of an iteration with strong scaling: the tokens of all ranks stay the same.
     sent, most_sent: bytes of the optimizer's collectives per rank: the mean, the busiest rank's.
-    owners: FLOPs of Muon on the busiest rank over the mean; 0: no matrix follows it.
-    without: ranks that own no block.
-    peak: bytes of the worst rank in a step, activations apart.
+    owners: FLOPs of Muon on the busiest rank over the mean; 0: no matrix uses Muon.
+    without: number of ranks that own no block.
+    peak: bytes of the fullest rank in a step, without activations.
     """
 
     ranks: int
@@ -55,12 +56,12 @@ class Point:
 
     @property
     def sent_ratio(self) -> float:
-        """The busiest rank's bytes over the mean."""
+        """Return the bytes that the busiest rank sends over the mean."""
         return self.most_sent / self.sent if self.sent else 1.0
 
 
 def numbers_of_ranks(degrees: Degrees, ranks: Sequence[int] = RANKS) -> list[int]:
-    """The numbers of ranks that the axes beside data divide."""
+    """Return the numbers of ranks that are multiples of the axes other than data."""
     others = degrees.pp * degrees.replicate * degrees.ep * degrees.tp
     found = [number for number in ranks if number % others == 0]
     if not found:
@@ -72,13 +73,13 @@ def numbers_of_ranks(degrees: Degrees, ranks: Sequence[int] = RANKS) -> list[int
 
 
 def batch_of(job: Job) -> Batch:
-    """The batch of a rank; by default as many micro-batches as a pipeline has stages."""
+    """Return the batch of a rank; by default one micro-batch per pipeline rank."""
     stages, per_rank = job.degrees.pp, job.settings.stages_per_rank
     return job.batch or Batch(TOKENS // stages, stages, stages_per_rank=per_rank)
 
 
 def points(job: Job) -> Iterator[Point]:
-    """The plan on every number of ranks, one after the other."""
+    """Yield the figures of a plan on every number of ranks."""
     numbers, batch = numbers_of_ranks(job.degrees, RANKS), batch_of(job)
     for ranks in numbers:
         divided = replace(batch, tokens=max(1, batch.tokens * numbers[0] // ranks))
@@ -86,7 +87,7 @@ def points(job: Job) -> Iterator[Point]:
 
 
 def point(job: Job, divided: Batch) -> Point:
-    """One number of ranks; `divided`: a rank's batch where all ranks share one."""
+    """Return the figures of one number of ranks; `divided`: a rank's batch in strong scaling."""
     found, ranks = [], job.degrees.world
     for stage in job.stages():
         weak, strong = (training_of(each, stage) for each in (job, replace(job, batch=divided)))
@@ -102,7 +103,7 @@ def point_of(
     weak: Training | None,
     strong: Training | None,
 ) -> Point:
-    """The plan of one stage, in two trainings."""
+    """Return the figures of one stage's plan, in training with weak and with strong scaling."""
     step, same, less = (simulate(plan, hardware, training=each) for each in (None, weak, strong))
     sent = plan.grid.zeros()
     for each in Launches(plan).of_step():

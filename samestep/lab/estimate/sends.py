@@ -1,18 +1,19 @@
 """Traffic of a model itself: of layers under tensor and expert parallel, and of stages.
 
-Of one micro-batch, as `samestep.parallel` does it (n tokens, C channels, K experts per token):
+The traffic is that of `samestep.parallel` for one micro-batch (n tokens, C channels, K experts per
+token):
 
     embedding    cut by channels: gathered, or with sequence parallel exchanged for positions
-    a branch     the sum of what ranks have made, n C, in forward and of gradients in backward; with
-                 sequence parallel a gather and a reduce-scatter each way
+    a branch     an all-reduce of n C outputs in forward and of n C gradients in backward; with
+                 sequence parallel an all-gather and a reduce-scatter each way
     the head     logits are gathered; backward adds up gradients of its input
     experts      tokens go to their experts and back, and their gradients the other way round: n K
                  rows each time, of which a rank keeps its part; how many go where is up to the
                  tokens, and counted as if all experts were chosen as often
-    stages       what a layer gives, n C, to the next stage; its gradient back
+    stages       the output of a layer, n C, to the next stage; its gradient back
 
-What is computed again in backward is sent again, but for the sum that ends a block: torch stops
-when it has what it needs.
+Recomputation in backward repeats the collectives of forward, except the sum that ends a block:
+torch stops when it has recomputed all that backward needs.
 """
 
 from collections.abc import Iterator
@@ -31,8 +32,8 @@ from samestep.plan.transfers import Traffic, Transfer, of_segments
 class Sends(NamedTuple):
     """The collectives of one layer and micro-batch, in order.
 
-    again: of forward what is sent again where backward computes a layer once more.
-    opening: how many of backward come before that.
+    again: the collectives of forward that are repeated where backward recomputes a layer.
+    opening: the number of collectives of backward that come before the repeated ones.
     """
 
     forward: tuple[Collective, ...] = ()
@@ -87,7 +88,7 @@ class LayerSends:
         return Sends((*into, self._gather("logits", whole)), out)
 
     def of_rank(self, stage: int) -> "StageSends":
-        """The traffic of the layers of one rank of the pipeline, and of the rank to others."""
+        """Return the traffic of one pipeline rank's layers, and from its stages to others."""
         ranks, stages = self._degrees.pp, self._memory.stages
         layers: dict[int, list[Sends]] = {}
         for number in range(stage, stages, ranks):
@@ -103,7 +104,7 @@ class LayerSends:
     # --- parts -------------------------------------------------------------------------------
 
     def _branch(self, name: str) -> Sends:
-        """The collectives of a part that takes the stream, cuts it between ranks and adds to it."""
+        """Return the collectives of a tensor parallel branch, such as attention or an MLP."""
         if self._model.size == 1:
             return Sends()
         into, out = self._enter(name), self._enter_backward(name)
@@ -120,7 +121,7 @@ class LayerSends:
         return (self._sum(name, self._model),)
 
     def _experts(self) -> Sends:
-        """Tokens as ranks of tensor parallel want them, the exchange, and the way back."""
+        """Return the collectives of experts: over tensor parallel ranks, and over expert ranks."""
         into, out, out_backward, into_backward = self._on_model()
         inside = self._between_experts()
         return Sends(
@@ -131,7 +132,7 @@ class LayerSends:
         )
 
     def _on_model(self) -> tuple[tuple[Collective, ...], ...]:
-        """The collectives of tensor parallel ranks before and after experts, and so in backward."""
+        """Return tensor parallel collectives: into, out of experts; backward of out, of into."""
         whole_experts, in_sequence = self._degrees.expert_tp == 1, self._degrees.sequence_parallel
         if self._model.size == 1 or (whole_experts and in_sequence):
             return (), (), (), ()
@@ -152,7 +153,7 @@ class LayerSends:
         return into, (self._scatter("experts", dtype=wide),), (mixed,), back
 
     def _between_experts(self) -> Sends:
-        """The collectives of ranks that have other experts."""
+        """Return the collectives between the ranks that have different experts."""
         if self._expert.size == 1:
             return Sends()
         if self._degrees.ep_carries_data:
@@ -162,7 +163,7 @@ class LayerSends:
         return self._summed("same tokens", self._expert, round(rows) // self._shape.active_experts)
 
     def _summed(self, name: str, peers: Peers, tokens: int) -> Sends:
-        """Ranks have the same tokens, and each makes a summand."""
+        """Return the sums over ranks that have the same tokens and each compute a summand."""
         active, whole = tokens * self._shape.active_experts, tokens * self._shape.width
         shares = self._sum(f"shares of {name}", peers, active, torch.float32)
         mixed = self._sum(name, peers, whole, torch.float32)
@@ -187,7 +188,7 @@ class LayerSends:
     def _segments(
         self, traffic: Traffic, name: str, elements: int = 0, dtype: torch.dtype | None = None
     ) -> Collective:
-        """Between ranks of tensor parallel."""
+        """Return a collective of equal segments between tensor parallel ranks."""
         ranks = self._model.size
         sizes = ((elements or self._tokens * self._shape.width) // ranks,) * ranks
         return Collective((of_segments(traffic, name, dtype or self._dtype, sizes),), self._model)
@@ -198,21 +199,21 @@ class LayerSends:
     def _exchange(
         self, name: str, peers: Peers, own: int, dtype: torch.dtype | None = None
     ) -> Collective:
-        """Every rank has `own` elements, an equal part of them for each."""
+        """Return an all-to-all in which every rank sends equal parts of `own` elements."""
         sizes = (own - own // peers.size,) * peers.size
         parts = of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes)
         return Collective((parts._replace(incoming=sizes),), peers)
 
 
 class StageSends(NamedTuple):
-    """The traffic of a rank of the pipeline and one micro-batch: by stage, and at boundaries."""
+    """The traffic of a pipeline rank for one micro-batch: of layers, and between stages."""
 
     layers: dict[int, list[Sends]]
     boundary: int  # bytes that go from stage to stage
     neighbours: int  # stages elsewhere, before and after those of this rank: each is sent to
 
     def collectives(self, recompute: Recompute) -> list[Collective]:
-        """All that layers launch."""
+        """Return all collectives that the layers of the rank launch."""
         return [
             each
             for layers in self.layers.values()

@@ -1,7 +1,7 @@
-"""Pipelines as passes in slots: in which order a rank runs them, and how long it waits.
+"""Pipelines as passes in time slots: the order of a rank's passes, and how long the rank waits.
 
-The orders are those of torch's schedules: 1F1B with one stage per rank, interleaved with several
-that lie apart. Stages of equal length are idle for
+The orders are those of torch's schedules: 1F1B with one stage per rank, interleaved 1F1B with
+several. With stages of equal length a rank is idle for
 
     (p - 1) / (v m + p - 1)
 
@@ -24,7 +24,7 @@ class Pass(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """When a pass runs."""
+    """The time in which a pass runs, in seconds."""
 
     run: Pass
     start: float
@@ -32,12 +32,12 @@ class Slot(NamedTuple):
 
 
 def bubble(ranks: int, micro_batches: int, per_rank: int = 1) -> Fraction:
-    """The share of the time in which a rank waits, where all stages take as long."""
+    """Return the share of the time in which a rank waits, if all stages take equally long."""
     return Fraction(ranks - 1, per_rank * micro_batches + ranks - 1)
 
 
 def passes_of(rank: int, ranks: int, micro_batches: int, per_rank: int = 1) -> list[Pass]:
-    """The passes of a rank in order; `per_rank` stages of it: 1F1B if one, else interleaved."""
+    """Return the passes of a rank in order: 1F1B with one stage per rank, else interleaved."""
     total = per_rank * micro_batches
     if per_rank == 1:  # first "F", then a backward pass for every forward pass
         ahead = min(micro_batches, ranks - rank)
@@ -60,7 +60,7 @@ def passes_of(rank: int, ranks: int, micro_batches: int, per_rank: int = 1) -> l
 
 
 def most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
-    """By stage of a rank, whose micro-batches wait for their backward pass when most of them do."""
+    """Return by stage how many micro-batches await backward when most of a rank's do."""
     now, most = Counter[int](), Counter[int]()
     for kind, stage, _ in passes:
         now[stage] += 1 if kind == "F" else -1
@@ -76,9 +76,10 @@ def play(
     backward: Sequence[float],
     send: float = 0.0,
 ) -> list[list[Slot]]:
-    """All ranks on clocks; `forward` and `backward` have the time of every stage.
+    """Return every rank's passes with times; `forward` and `backward` are seconds per stage.
 
-    A pass begins when its rank is free and its neighbour's result has come, `send` after its end.
+    A pass begins when its rank is free and its input has come, `send` seconds after the neighbour's
+    pass that made the input has ended.
     """
     stages = len(forward)
     per_rank = stages // ranks
@@ -107,7 +108,7 @@ def play(
 
 
 def _needs(run: Pass, stages: int) -> Pass | None:
-    """The pass whose result another one takes; None: the batch itself."""
+    """Return the pass whose result a pass takes as input; None: the input is the batch."""
     if run.kind == "F":
         return run._replace(stage=run.stage - 1) if run.stage else None
     if run.stage == stages - 1:

@@ -16,7 +16,7 @@ from samestep.lab.estimate.figures import StageFigures, StageNeeds
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows; `prose`: not numbers. Pictures: what they show, and the PNG as text."""
+    """A table of text; `prose`: cells are no numbers; `pictures`: alt texts and base64 PNGs."""
 
     title: str
     about: str
@@ -26,7 +26,7 @@ class Table:
     prose: bool = False
 
     def show(self, alt: str, png: bytes) -> None:
-        """Below it, on the page."""
+        """Add a PNG picture, which the page shows below the table."""
         self.pictures.append((alt, base64.b64encode(png).decode()))
 
     def on_screen(self) -> ScreenTable:
@@ -92,7 +92,7 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
 
 
 def activations_table(stages: list[StageFigures]) -> Table:
-    """Forward and backward, a column per stage; no rows, where activations were not counted."""
+    """Return the table of activations, a column per stage; no rows if they are unknown."""
     known = [(each, each.activations) for each in stages if each.activations is not None]
     parts = dict.fromkeys(name for _, found in known for name in found.kept)
     rows = [["micro-batches in flight", *(str(found.in_flight) for _, found in known)]]
@@ -158,7 +158,7 @@ def choices_table(figures: StageFigures) -> Table:
 
 
 def time_table(figures: StageFigures, batch: Batch | None) -> Table:
-    """The parts of a step on the slowest rank; with tokens, of an iteration around it."""
+    """Return the times of operations on the slowest rank; with a batch, of a whole iteration."""
     rows = [
         [OPERATIONS.get(name, name), duration(seconds)]
         for name, seconds in figures.parts.items()

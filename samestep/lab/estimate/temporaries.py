@@ -1,4 +1,4 @@
-"""Temporaries of rules, found by running them on tensors without memory."""
+"""Temporaries of update rules, found by running the rules on meta tensors."""
 
 import platform
 import weakref
@@ -19,9 +19,9 @@ from samestep.update.plain import Operand, run_rule, update_blocks, update_eleme
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the bytes of storages made inside, less those that are gone.
+    """Track the live and peak bytes of storages that are made inside this mode.
 
-    `on_cpu`: products of a transposed stack have room for one copied matrix, where torch's do.
+    `on_cpu`: count the matrix that torch copies in products of a transposed stack on some CPUs.
     """
 
     def __init__(self, on_cpu: bool = False) -> None:
@@ -67,9 +67,9 @@ def _copies_transposed() -> bool:
 
 
 class RulePeaks:
-    """Bytes of what the rule of a group makes while it runs, at their most.
+    """The peak bytes that a param group's rule allocates while it runs.
 
-    On the meta device, which knows no values; what was found is remembered.
+    The rule runs on the meta device, which has no values; results are cached.
     """
 
     def __init__(self, group: Mapping[str, Any], *, on_cpu: bool) -> None:
@@ -82,13 +82,13 @@ class RulePeaks:
             self._options["compute_dtype"] = torch.float32  # what the device would choose
 
     def stack(self, count: int, block: tuple[int, int], dtype: torch.dtype, *, master: bool) -> int:
-        """The peak of a matrix rule on so many blocks of one shape that lie in their parameters."""
+        """Return the peak bytes of a matrix rule on so many unstacked blocks of one shape."""
         made = partial(self._operand, block, dtype, master)
         about = "stack", count, block, dtype, master
         return self._peak(update_blocks, lambda: [made() for _ in range(count)], about)
 
     def slice(self, elements: int, dtype: torch.dtype, *, master: bool) -> int:
-        """The peak of an elementwise rule on one slice."""
+        """Return the peak bytes of an elementwise rule on one slice."""
         made = partial(self._operand, (elements,), dtype, master)
         found = self._peak(update_elementwise, made, ("slice", elements, dtype, master))
         # On the host AdamW's numbers are Python's, which saves a product, and a gradient is copied
@@ -97,7 +97,7 @@ class RulePeaks:
         return found - saved * elements * math_dtype(_meta((), dtype)).itemsize
 
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
-        """The peak of the stage that needs whole blocks, with the stack it is given."""
+        """Return the peak bytes of a rule's `transform` of whole blocks, their stack included."""
         shapes = {
             key: own
             for key, own in self._rule.state_shapes(block, self._group).items()
@@ -124,7 +124,7 @@ class RulePeaks:
         return Operand(like.view(shape), _meta(shape, math_dtype(like)), state)
 
     def _peak(self, run: Callable[..., object], made: Callable[[], Any], about: object) -> int:
-        """The peak of a rule run on what was made for it; what the run gives counts too."""
+        """Return the peak bytes of running a rule on operands, its results included."""
         key = self._text, self._on_cpu, self._on_cpu and _copies_transposed(), about
         if key not in _known:
             operands = made()
@@ -139,7 +139,7 @@ _known: dict[object, int] = {}
 
 
 def kernel_is_enough(group: Mapping[str, Any]) -> bool:
-    """Whether a kernel updates a slice on a GPU, which makes no tensor on the way."""
+    """Whether one kernel updates a slice on a GPU, without temporary tensors."""
     return rule_of(group).name == "adamw" and not group["amsgrad"]
 
 

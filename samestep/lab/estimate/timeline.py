@@ -1,23 +1,23 @@
 """The simulator: when every operation of a schedule begins and ends, on every rank.
 
-It runs the schedule as the executor does, on clocks in place of devices. Each rank has a host that
-does one operation after the other, and a link on which transfers follow each other:
+The simulator runs the schedule as the executor does, on clocks in place of devices. Each rank has a
+host that does one operation after the other, and a link on which transfers follow each other:
 
-    start(k) = max(launch of k, end of what the link did before), over all peers
+    start(k) = max(launch of k, end of the link's transfer before), over all peers
     end(k)   = start(k) + latency + bytes / bandwidth
 
 In two levels the second leg of a transfer follows the first, over another link, if the ranks are
-GPUs. CPUs launch it when the next transfer of its kind is launched, or when somebody waits, and
-wait for the first leg then, as `comm.collectives.Chained` does.
+GPUs. CPUs launch the second leg when the next transfer of its kind is launched, or when a rank
+waits, and wait for the first leg then, as `comm.collectives.Chained` does.
 
-State that stays on the host comes and goes on links of its own, one each way; the step is over when
-all of it is back.
+State that is offloaded to the host is copied on separate links, one each way; the step is over when
+all state is back on the host.
 
 A rank that waits either waits for peers that have not launched yet (idle), or for the link
-(exposed communication). While a model runs, layers wait for what they send each other, and stages
-of a pipeline for their neighbours. FSDP2 gathers the next unit as one computes, in forward and in
-backward; a reduction goes on while the next unit computes, and has to be over before the one after
-it begins; in a pipeline units stay whole from the first backward pass on.
+(exposed communication). While a model runs, layers wait for their collectives, and stages of a
+pipeline for their neighbours. FSDP2 gathers the next unit as one computes, in forward and in
+backward; a reduction overlaps with the next unit's backward, and has to be over before the next
+reduction begins; in a pipeline units stay whole from the first backward pass on.
 """
 
 from collections import Counter, defaultdict
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Shown:
-    """The picture of one rank."""
+    """The spans of one rank, for a picture or a trace."""
 
     operations: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Timeline:
 
     @property
     def exposed_seconds(self) -> float:
-        """The mean over ranks."""
+        """Return the mean over ranks of the seconds of exposed communication."""
         return float(self.exposed.mean())
 
 
@@ -120,7 +120,7 @@ def simulate(
     show: Sequence[int] = (),
     training: Training | None = None,
 ) -> Timeline:
-    """One step on all ranks; with a training, the second of two iterations of it."""
+    """Simulate one step on all ranks; with a training, the second of two iterations."""
     simulator = _Simulator(grid_plan, hardware, show)
     if training is None:
         simulator.step()
@@ -187,7 +187,7 @@ class _Simulator:
         self.step()
 
     def _await_stages(self, until: Tensor) -> None:
-        """The bubble: a neighbour has not sent yet."""
+        """Wait for a neighbouring pipeline stage until a time: the bubble."""
         before = self._now
         self._now = torch.maximum(before, until)
         self._idle += self._now - before
@@ -195,7 +195,7 @@ class _Simulator:
         self._tell("bubble", before)
 
     def _pass(self, training: Training, run: Pass, *, is_first: bool, is_last: bool) -> None:
-        """Forward or backward of the layers of a stage over one micro-batch."""
+        """Run forward or backward of a stage's layers over one micro-batch."""
         busy = training.stages[run.stage]
         flops = busy.share * training.flops[run.kind] * training.tokens / training.micro_batches
         self._expert_tokens = training.expert_tokens
@@ -215,7 +215,7 @@ class _Simulator:
         self._layers_send(busy.forward if run.kind == "F" else busy.backward)
 
     def _spread_or_alone(self) -> float:
-        """Elements of DTensors that a token meets on a rank; or in one process of everything."""
+        """Return a rank's elements of DTensors that a token uses; in one process, all elements."""
         found = 0.0
         for placement in self._grid_plan.placements:
             if placement.bucket_plans:
@@ -230,7 +230,7 @@ class _Simulator:
         return found
 
     def _tokens_of(self, placement: GridPlacement) -> float:
-        """Tokens that come to the parameters of a placement, in those of one rank."""
+        """Return the tokens that come to a placement, as a multiple of one rank's tokens."""
         return self._expert_tokens if "expert" in placement.mesh.axes else 1.0
 
     def _forward_shared(self, flops: float) -> None:
@@ -251,7 +251,7 @@ class _Simulator:
                     self._run(own.shape.sending(Reduce, BucketId(number, place)))
 
     def _layers_send(self, collectives: Counted) -> None:
-        """Run the collectives of a pass's layers; nothing computes meanwhile."""
+        """Run the collectives of a pass's layers, without overlap with computation."""
         before = self._now
         for each, count in collectives:
             (leg,) = legs_of(each, self._grid, self._hardware)
@@ -263,7 +263,7 @@ class _Simulator:
     # --- FSDP2 -------------------------------------------------------------------------------
 
     def _run_units(self, units: Sequence[Unit], kind: str, flops: float) -> None:
-        """Forward or backward of what FSDP2 has sharded."""
+        """Run forward or backward of FSDP2 units, gathering one unit ahead."""
         name, order = "forward", list(units)
         if kind == "B":
             name, order = "backward", [unit for unit in reversed(units) if unit.reshards]
@@ -289,7 +289,7 @@ class _Simulator:
     def _run_whole_units(
         self, units: Sequence[Unit], run: Pass, flops: float, *, is_first: bool
     ) -> None:
-        """In a pipeline: units stay whole from the first backward pass on."""
+        """Run a pipeline's pass of FSDP2 units, which stay whole after their first backward."""
         if is_first:
             self._gathered.clear()
         for unit in units if run.kind == "F" else reversed(units):
@@ -308,7 +308,7 @@ class _Simulator:
         self._by_operation["FSDP2"] += self._now - before
 
     def _compute(self, name: str, flops: float) -> None:
-        """A part of the model, on every rank."""
+        """Spend the time of a part of the model, on every rank."""
         before = self._now
         self._spend(flops / self._hardware.model_rate)
         self._tell(name, before)
@@ -401,7 +401,7 @@ class _Simulator:
         return None if placement is None else placement.buckets
 
     def _of_blocks(self, chunk: BucketId, count: Callable[[BlockPlan, int], Tensor]) -> Tensor:
-        """The parts of a chunk's blocks by rank; of copies each mesh has blocks of its own."""
+        """Count over a chunk's blocks on every rank; each mesh of copies owns different blocks."""
         placement = self._grid_plan.placements[chunk.placement]
         nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
         known = {id(each): each for each in placement.block_plans}  # where all have the same
@@ -416,7 +416,7 @@ class _Simulator:
         return chunk_flops(blocks, number, self._hardware).seconds(self._hardware)
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
-        """The copies before or after a transfer: side by side, or into place."""
+        """Spend the time of copies into a bucket before a transfer, or out of it afterwards."""
         own = self._buckets_of(bucket)
         if own is not None and transfer is not None:
             moved = 2 * transfer.elements * transfer.dtype.itemsize
@@ -438,13 +438,13 @@ class _Simulator:
     def _copy(
         self, operation: OfWindow, link: str, about: object, after: float | Tensor = 0.0
     ) -> Tensor:
-        """Start a copy on a link of its own, once something else is over; when it is over."""
+        """Start a copy between host and device once `after` has passed; return when it ends."""
         seconds = self._grid.zeros() + operation.nbytes / self._hardware.host_rate
         leg = Leg(describe_operation(operation), seconds, lambda times: times, (link,))
         return self._occupy("host", about, leg, after)
 
     def _share_of(self, window: WindowId | None) -> float:
-        """The share of its bucket that a window is."""
+        """Return the share of its bucket's bytes that a window has; 1.0 without a window."""
         if window is None:
             return 1.0
         return self._nbytes[window] / max(1, self._bucket_bytes[window.bucket])
@@ -466,7 +466,7 @@ class _Simulator:
                 self._do(elementwise_work(blocks, self._hardware), placement.mesh, share)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
-        """The copy of what this rank has updated, to be sent."""
+        """Spend the time of copying a rank's updated parameters before they are sent."""
         placement = self._grid_plan.reduced_by(bucket)
         if placement is None or transfer is None:
             return
@@ -497,14 +497,14 @@ class _Simulator:
         self._spend(share * self._grid.spread(work.seconds(self._hardware), peers))
 
     def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
-        """Spend the time that reading or writing so many bytes takes each peer."""
+        """Spend the time in which each peer reads or writes so many bytes."""
         self._spend(self._grid.spread(per_peer / self._hardware.bytes_rate, peers))
 
     def _launch(self, kind: str, about: object, operation: Operation) -> None:
         self._send(kind, about, self._launches.of(operation))
 
     def _send(self, kind: str, about: object, collectives: Iterable[Collective]) -> None:
-        """Launch transfers, after what the link has to do already."""
+        """Launch collectives, which queue behind earlier transfers of the link."""
         for each in collectives:
             first, *others = legs_of(each, self._grid, self._hardware)
             over = self._occupy(kind, about, first)
@@ -515,7 +515,7 @@ class _Simulator:
                     self._occupy(kind, about, second, after=over)
 
     def _advance(self, kind: str, placement: int) -> None:
-        """Second legs of a placement go on their way, which waits for the first ones."""
+        """Wait for first legs of a placement, and launch their second legs."""
         for each, about in list(self._second):
             if each == kind and isinstance(about, BucketId) and about.placement == placement:
                 self._launch_second(kind, about)
@@ -525,7 +525,7 @@ class _Simulator:
         self._occupy(kind, about, self._second.pop((kind, about)))
 
     def _occupy(self, kind: str, about: object, leg: Leg, after: float | Tensor = 0.0) -> Tensor:
-        """Launched now, to begin after something else is over; when it is over itself."""
+        """Launch a leg that begins once `after` has passed and links are free; return its end."""
         ready = leg.latest(self._now)
         start = leg.latest(torch.maximum(self._now, self._grid.zeros() + after))
         for name in leg.links:
@@ -539,7 +539,7 @@ class _Simulator:
         return end
 
     def _wait(self, kind: str, about: object) -> None:
-        """Until transfers are over, where there are any."""
+        """Wait until transfers are over, if any were launched."""
         if (kind, about) in self._second:
             self._launch_second(kind, about)
         self._land(kind, about)
@@ -554,12 +554,12 @@ class _Simulator:
             self._now = until
 
     def _tell(self, name: str, before: Tensor) -> None:
-        """An operation is over that began then; the first word is its kind."""
+        """Record an operation that began at `before` and ends now; its first word is its kind."""
         self._by_operation[name.split()[0]] += self._now - before
         self._draw("operations", name, before, self._now)
 
     def _draw(self, row: str, name: str, *times: Tensor) -> None:
-        """Start, end, and when it was launched, of the ranks that are shown; no wait of no time."""
+        """Record a span (start, end, launch) of the ranks that are shown, unless an empty wait."""
         if not self._shown:
             return
         begun = self._begun.min()
@@ -571,23 +571,23 @@ class _Simulator:
 
 
 def _to_update(plan: BucketPlan, number: int) -> Tensor:
-    """Elements of a bucket that each peer has to update: (size,)."""
+    """Return the elements of a bucket that each peer updates: (size,)."""
     bucket, ranks = plan.plan.buckets[number], plan.fabric.ranks
     return per_peer([bucket.size] * ranks if bucket.replicated else bucket.segment_sizes)
 
 
 def _elements(unit: Unit) -> float:
-    """The elements that a token meets here: experts see the tokens of all that share the others."""
+    """Return a unit's elements times the tokens that come to it, per token of one rank."""
     return sum(param.numel() for param in unit.params) * unit.brings_tokens
 
 
 def _name(run: Pass) -> str:
-    """The label of a pass, for pictures."""
+    """Return the label of a pass for pictures, such as "forward 0.1" (stage, micro-batch)."""
     return f"{'forward' if run.kind == 'F' else 'backward'} {run.stage}.{run.micro_batch}"
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> bytes:
-    """A process per timeline and rank, with rows for host, waits and link; see `trace_file`."""
+    """Return a Chrome trace: a process per timeline and rank, rows for host, waits and link."""
 
     def drawn(shown: Shown) -> Iterator[Drawn]:
         for row, kind in enumerate(ROWS):

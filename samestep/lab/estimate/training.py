@@ -30,13 +30,13 @@ class Busy(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """Forward and backward around the step: FLOPs of a token are 6 per parameter.
+    """Forward and backward around the step: a token takes 6 FLOPs per parameter.
 
-    units: what FSDP2 gathers and reduces meanwhile.
-    stages: those of this rank, by number.
-    slots: of a pipeline: the passes of this rank, and when they begin if nothing else delays them.
-    expert_tokens: that come to the experts of a rank, in those of one rank.
-    again: FLOPs that backward spends to compute layers once more, per parameter and token.
+    units: the units that FSDP2 gathers and reduces meanwhile.
+    stages: the pipeline stages of this rank, by number.
+    slots: the passes of this rank in a pipeline, and their times if nothing else delays them.
+    expert_tokens: tokens that come to a rank's experts, as a multiple of one rank's tokens.
+    again: FLOPs that backward spends on recomputing layers, per parameter and token.
     """
 
     tokens: int  # of one rank, all micro-batches together
@@ -53,7 +53,7 @@ class Training:
 
 
 def training_of(job: Job, stage: int = 0) -> Training | None:
-    """The training of one rank of the pipeline, with all traffic; None for no tokens."""
+    """Return the training of one pipeline rank, with all traffic; None without a batch."""
     batch, degrees = job.batch, job.degrees
     if batch is None:
         return None
@@ -90,7 +90,7 @@ def _slots(
     again: int,
     carried: int,
 ) -> list[list[Slot]]:
-    """The training of all ranks of a pipeline, whose stages send each other so many bytes."""
+    """Return every pipeline rank's passes; stages send each other `carried` bytes."""
     grid, hardware = stack_grid(job.degrees), job.hardware
     flops = batch.tokens / hardware.model_rate
     forward = [FORWARD * flops * size for size in elements]
@@ -105,12 +105,12 @@ def _slots(
 
 
 def _longest(collectives: Counted, grid: Grid, hardware: Hardware) -> float:
-    """One after the other, on the slowest rank."""
+    """Return the seconds of collectives, run one after the other, on the slowest rank."""
     return sum(count * float(seconds_of(each, grid, hardware).max()) for each, count in collectives)
 
 
 def _elements(module: nn.Module, job: Job) -> float:
-    """The FLOPs of what a token meets on a rank."""
+    """Return the number of parameter elements on a rank that a token is multiplied with."""
     found, share_of = 0.0, guessed_shares(job.degrees)
     for name, param in module.named_parameters():
         share = share_of(name, param)

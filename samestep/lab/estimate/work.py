@@ -1,4 +1,4 @@
-"""Work that every rank has in a step: FLOPs of orthogonalization, bytes of updates."""
+"""The work of every rank in a step: FLOPs of orthogonalization, and bytes of updates."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -24,13 +24,13 @@ shape_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: 
 
 
 def block_flops(block: Block) -> int:
-    """The FLOPs of all matrices of a block."""
+    """Return the FLOPs of orthogonalizing all matrices of a block."""
     return sum(shape_flops(*shape) for shape in block.matrices)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of all ranks of a plan: each (ranks of the plan,), in float64."""
+    """The work of all ranks of a plan: float64 tensors with one number per rank."""
 
     product_seconds: Tensor
     flops: Tensor
@@ -45,7 +45,7 @@ Cost = tuple[float, float, float, int]  # of one piece, in the order of `Work`
 
 
 def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
-    """Costs of pieces, each with the rank that has it."""
+    """Add up the costs of pieces by rank; `costs` are pairs of a rank and a cost."""
     product_seconds, flops, moved, pieces = columns = [[0.0] * ranks for _ in fields(Work)]
     for rank, cost in costs:
         product_seconds[rank] += cost[0]
@@ -58,7 +58,7 @@ def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
 def piece_cost(
     shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware
 ) -> Cost:
-    """The bytes of a block of that shape, or of a slice, at so many bytes per element."""
+    """Return the cost of a block, or (shape None) a slice; `width`: bytes per element."""
     narrower = 2 * (4 - width)  # than fp32, read and written
     if shape is None:
         return 0.0, 0.0, elements * (ADAMW_BYTES - narrower), 1
@@ -74,7 +74,7 @@ def _product(shape: tuple[int, int], moved: int, hardware: Hardware) -> Cost:
 class OwnerBalance:
     """The balance of a plan's orthogonalizations over ranks.
 
-    ratio: the busiest rank against the mean, which no assignment can bring below `bound`.
+    ratio: FLOPs of the busiest rank over the mean; no assignment has a ratio below `bound`.
     """
 
     axes: str
@@ -86,7 +86,7 @@ class OwnerBalance:
 
 
 def balance(placement: GridPlacement) -> OwnerBalance | None:
-    """None if no matrix rule runs there."""
+    """Return the balance of a placement; None if it has no matrix rule."""
     ranks = placement.everyone.size
     blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
     if not blocks:
@@ -101,12 +101,12 @@ def balance(placement: GridPlacement) -> OwnerBalance | None:
 
 
 def owner_flops(placement: GridPlacement, grid: Grid) -> Tensor:
-    """FLOPs of the orthogonalizations of every rank: the shape of the grid."""
+    """Return each rank's FLOPs of orthogonalization, in the shape of the grid."""
     return grid.spread_both(_owned_flops(placement), placement.peers, placement.mesh)
 
 
 def _owned_flops(placement: GridPlacement) -> Tensor:
-    """(peers, ranks of their mesh)."""
+    """Return the FLOPs of every rank as (peers, ranks of their mesh)."""
     flops = [[0.0] * placement.mesh.size for _ in range(placement.peers.size)]
     for own, plan in zip(flops, placement.block_plans, strict=False):
         for planned in chain.from_iterable(chunk.blocks for chunk in plan.chunks):
@@ -123,7 +123,7 @@ def _owned_flops(placement: GridPlacement) -> Tensor:
 
 
 def bucket_work(buckets: BucketPlan, number: int, hardware: Hardware) -> Work:
-    """The work of updates, but those of blocks of which ranks have parts."""
+    """Return the work of a bucket's updates, without blocks whose parts are on several ranks."""
     bucket = buckets.plan.buckets[number]
     width = buckets.plan.params[bucket.params[0]].torch_dtype.itemsize  # a bucket has one dtype
     costs = (
@@ -140,7 +140,7 @@ def bucket_work(buckets: BucketPlan, number: int, hardware: Hardware) -> Work:
 
 
 def local_work(grid_plan: GridPlan, hardware: Hardware) -> Work:
-    """The work of one process that has everything."""
+    """Return the work of one process that has all parameters."""
     costs: list[Cost] = []
     for param in (param for group in grid_plan.groups for param in group["params"]):
         blocks, width = grid_plan.optimizer.plan.blocks[param], param.dtype.itemsize
@@ -154,7 +154,7 @@ def local_work(grid_plan: GridPlan, hardware: Hardware) -> Work:
 
 
 def elementwise_work(plan: BlockPlan, hardware: Hardware) -> Work:
-    """AdamW's parameters of a mesh, on every rank its parts."""
+    """Return the work of elementwise updates of a mesh: every rank updates its shards."""
     # Layers have the same boxes.
     alike: dict[tuple[int, int], list[RankBoxes]] = defaultdict(list)
     for spec, held in zip(plan.specs, plan.held, strict=True):
@@ -181,7 +181,7 @@ def chunk_flops(plan: BlockPlan, number: int, hardware: Hardware) -> Work:
 
 
 def chunk_parts(plan: BlockPlan, number: int, count: Callable[[int], int] = int) -> Tensor:
-    """Elements of a chunk's blocks that each rank holds, or a count of each such part: (ranks,)."""
+    """Return each rank's elements of a chunk's blocks, or the sum of `count` of them: (ranks,)."""
     found = [0] * plan.ranks
     for planned in plan.chunks[number].blocks:
         for rank, size in planned.held.sizes.items():

@@ -1,4 +1,4 @@
-"""Rows of a layer's weights that hold the queries and keys of each attention head.
+"""Describe which rows of a layer's weights hold the queries and keys of each attention head.
 
     QKHeads.separate(32, 128, kv_heads=8)                        Llama: q_proj, k_proj
     QKHeads.fused("qkv.weight", 32, 128, kv_heads=8)             rows of Q, then of K, then of V
@@ -35,8 +35,8 @@ class QKHeads:
     """The heads of one attention layer; `separate`, `fused` and `latent` make the usual ones.
 
     heads, kv_heads: how many query heads there are, and how many key heads they share.
-    weights: by a weight's name inside the layer its rows from the first to the last. The bias
-        beside a weight, if there is one, has the same.
+    weights: by name of a weight inside the layer, the heads of its rows from the first to the
+        last. A bias that belongs to a weight has the same rows.
     transposed: weights are stored as (in, out).
     """
 
@@ -77,7 +77,7 @@ class QKHeads:
         k: str = "k_proj.weight",
         transposed: bool = False,
     ) -> "QKHeads":
-        """Queries and keys have a weight each, rows of head after head."""
+        """Describe heads whose queries and keys are separate weights, with rows head after head."""
         kv_heads = heads if kv_heads is None else kv_heads
         rows = {
             q: tuple(HeadRows("q", head, head_dim) for head in range(heads)),
@@ -96,7 +96,10 @@ class QKHeads:
         split_sizes: Sequence[int] | str | None = None,
         transposed: bool = False,
     ) -> "QKHeads":
-        """Queries, keys and values have one weight; None: they follow each other in it."""
+        """Describe heads whose queries, keys and values share one fused weight.
+
+        With `split_sizes=None` the weight has rows of all queries, then all keys, then all values.
+        """
         kv_heads = heads if kv_heads is None else kv_heads
         sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         split = split_of(sizes if split_sizes is None else split_sizes, sum(sizes))
@@ -128,9 +131,10 @@ class QKHeads:
         q: str = "q_b_proj.weight",
         kv: str = "kv_b_proj.weight",
     ) -> "QKHeads":
-        """Multi-head latent attention: `nope` and `rope` rows of each query, `nope` and `value`.
+        """Describe the heads of multi-head latent attention.
 
-        The key's rotary part is the same for all heads, and nobody's to scale.
+        A query has `nope` + `rope` rows, a key and value have `nope` + `value` rows. The key's
+        rotary part is shared by all heads, so it is not scaled for any of them.
         """
         q_rows, kv_rows = list[HeadRows](), list[HeadRows]()
         for head in range(heads):
@@ -139,17 +143,17 @@ class QKHeads:
         return cls(heads, heads, {q: tuple(q_rows), kv: tuple(kv_rows)})
 
     def rows(self, weight: str) -> int:
-        """Number of rows of a weight."""
+        """Return the number of rows of a weight."""
         return sum(size for _, _, size in self.weights[weight])
 
     def told(self, weight: str) -> str:
-        """Rows of a weight as text: "4 queries of 6 rows, 2 keys of 6 rows"."""
+        """Describe the rows of a weight as text: "4 queries of 6 rows, 2 keys of 6 rows"."""
         words = {"q": "queries", "k": "keys", "rotary": "rotary queries", None: "others"}
         counts = Counter((part, size) for part, _, size in self.weights[weight])
         return ", ".join(f"{n} {words[part]} of {size} rows" for (part, size), n in counts.items())
 
     def places(self, weight: str) -> list[int]:
-        """For each row of a weight, the index of its factor in [1, q of each head, k, rotary]."""
+        """Return by row the index of its factor in [1, q of each head, k, rotary]."""
         starts: dict[Part, int] = {"q": 1, "k": 1 + self.heads}
         starts["rotary"] = starts["k"] + self.kv_heads
         return [
@@ -159,6 +163,6 @@ class QKHeads:
         ]
 
     def query_heads(self, weight: str, start: int, stop: int) -> list[int]:
-        """Query heads whose rows are in a weight."""
+        """Return the query heads with rows in [start, stop) of a weight."""
         places = self.places(weight)[start:stop]
         return sorted({place - 1 for place in places if 0 < place <= self.heads})

@@ -1,7 +1,7 @@
 """Blocks: the parts of a parameter that a matrix rule treats as whole matrices.
 
-A block is one matrix, or several that lie in each other's gaps (`layout.splits`): then it travels
-and is kept as it is stored, and only who orthogonalizes looks at its matrices.
+A block is one matrix, or several interleaved ones (`layout.splits`). Interleaved matrices are sent
+and kept as they are stored, and only the rank that orthogonalizes them takes them apart.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ class Block(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the block as it is stored."""
+        """Return the shape of the block as it is stored."""
         return (self.rows, self.cols)
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(out, in) of each of its matrices."""
+        """Return the shape (out, in) of each matrix in the block."""
         return (self.shape,) if self.form is None else self.form.shapes(self.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The block's part of a parameter-shaped tensor: (rows, cols), or (rows, ...) flattened."""
+        """Return the block as a view (rows, cols), or (rows, ...), of a parameter-shaped tensor."""
         whole = tensor if self.matrix is None else tensor[self.matrix]
         return whole.narrow(0, self.row, self.rows)
 
 
 def views(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
-    """`block.view(tensor)` for all blocks of a parameter, by few calls: stacks hold hundreds."""
+    """Return `block.view(tensor)` for all blocks of a parameter, with few calls for stacks."""
     if not blocks:
         return []
     first = blocks[0].matrix
@@ -54,7 +54,7 @@ def views(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
 
 
 def matrices(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
-    """The matrices of all blocks of a parameter: (rows, ...), or as their form has them."""
+    """Return the matrices of all blocks of a parameter: (rows, ...), or as their form has them."""
     form = blocks[0].form if blocks else None  # one parameter has blocks of one form
     if form is None:
         return views(blocks, tensor)
@@ -74,12 +74,12 @@ def blocks_of(
     flatten: bool = False,
     transposed: bool = False,
 ) -> list[Block]:
-    """Cut a parameter of `shape` into blocks; raise ValueError with the way out if it cannot be.
+    """Cut a parameter of `shape` into blocks; raise ValueError with a remedy if impossible.
 
     A 2-D parameter is one matrix, a 3-D one a stack of matrices, and with `flatten` an N-D
     one is the matrix (out, all the rest), as for convolution weights. Each matrix is one
-    block, or is cut into the row blocks `split_sizes` (Q, K, V; gate, up; one per head). Where
-    these are not contiguous, since they are interleaved or stored as (in, out), they are one block.
+    block, or is cut into the row blocks `split_sizes` (Q, K, V; gate, up; one per head). Row
+    blocks that are not contiguous (interleaved, or stored as (in, out)) form one block together.
     """
     if flatten and transposed:
         raise ValueError(

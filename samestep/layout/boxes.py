@@ -1,4 +1,4 @@
-"""Boxes of tensors: what a rank holds under any sharding over a mesh.
+"""Boxes of tensors: the part that a rank holds under any sharding over a mesh.
 
 Every rank holds one box: a range of each dim. A mesh axis either replicates, or cuts one dim into
 pieces of equal length, rounded up, so that the last ones may be short or empty (as `torch.chunk`
@@ -20,9 +20,10 @@ _PLAIN = (torch.nn.Parameter, Tensor)
 
 
 class Cut(NamedTuple):
-    """What a mesh axis does to a tensor: shard `dim`, or replicate if it is None.
+    """The effect of one mesh axis on a tensor: shard `dim`, or replicate if it is None.
 
-    `strided`: it cuts what axes to its right have cut before, into `split_factor` parts.
+    `strided`: the axis cuts parts that axes to its right have cut before; there are
+    `split_factor` of these parts.
     """
 
     dim: int | None = None
@@ -41,7 +42,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box":
-        """Intersection of two boxes; empty if they do not overlap."""
+        """Return the intersection of two boxes, which is empty if they do not overlap."""
         pairs = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         starts = tuple(max(a, b) for a, _, b, _ in pairs)
         stops = [min(a + n, b + m) for a, n, b, m in pairs]
@@ -49,17 +50,17 @@ class Box(NamedTuple):
         return Box(starts, sizes)
 
     def within(self, outer: "Box") -> "Box":
-        """This box relative to the start of `outer`."""
+        """Return this box relative to the start of `outer`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def shifted(self, outer: "Box") -> "Box":
-        """Inverse of `within`: this box relative to the start of the tensor."""
+        """Return this box relative to the start of the tensor: the inverse of `within`."""
         offsets = tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
     def divided(self, per: int) -> "Box":
-        """This box in a tensor that has one element for `per` neighbours in the last dim."""
+        """Return the box in a tensor with one element for `per` neighbours in the last dim."""
         if per == 1:
             return self
         offsets, sizes = self.offsets, self.sizes
@@ -73,7 +74,7 @@ class Box(NamedTuple):
 def local_box(
     shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]
 ) -> Box:
-    """The box that the rank at `coordinate` of a mesh holds of a tensor of `shape`."""
+    """Return the box that the rank at `coordinate` of a mesh holds of a tensor of `shape`."""
     offsets, sizes = [0] * len(shape), list(shape)
     for axis in _order(mesh_shape, cuts):
         dim = cuts[axis].dim
@@ -86,7 +87,7 @@ def local_box(
 
 
 def all_boxes(shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> list[Box]:
-    """The boxes of all ranks, the last axis of the mesh running fastest."""
+    """Return the boxes of all ranks, with the last mesh axis running fastest."""
     return [
         local_box(shape, mesh_shape, cuts, coordinate)
         for coordinate in product(*(range(size) for size in mesh_shape))
@@ -94,7 +95,7 @@ def all_boxes(shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> l
 
 
 def replicas(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> list[int]:
-    """For each rank which copy of its box it holds: 0 for the first one."""
+    """Return for each rank the number of the copy that it holds of its box, from 0."""
     axes = [axis for axis, cut in enumerate(cuts) if cut.dim is None]
     numbers = []
     for coordinate in product(*(range(size) for size in mesh_shape)):
@@ -106,7 +107,7 @@ def replicas(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> list[int]:
 
 
 def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
-    """Mesh axes that shard, in the order in which they do; raises if it is unknown."""
+    """Yield sharding mesh axes in the order in which they cut; raise if the order is unknown."""
     axes = [axis for axis, cut in enumerate(cuts) if cut.dim is not None]
     yield from (axis for axis in axes if not cuts[axis].strided)
     for axis in reversed(axes):
@@ -130,10 +131,10 @@ def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
 
 
 def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Boxes that together are elements start to stop - 1 of a contiguous tensor.
+    """Yield boxes that together are elements start to stop - 1 of a contiguous tensor.
 
-    At most two per dim but the first, and one more: in (4, 10), 7..32 is 7..9 of row 0, rows 1
-    and 2, and 0..2 of row 3.
+    There are at most two boxes per dim after the first, and one more: in (4, 10), 7..32 is 7..9
+    of row 0, rows 1 and 2, and 0..2 of row 3.
     """
     if start >= stop:
         return
@@ -175,13 +176,13 @@ class HeldState(NamedTuple):
 
 
 def whole_box(tensor: Tensor) -> HeldBox:
-    """The box of a whole tensor."""
+    """Return the box of a whole tensor."""
     shape = tuple(tensor.shape)
     return HeldBox(Box((0,) * len(shape), shape), tensor)
 
 
 def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
-    """Boxes of a range of a contiguous tensor, as views of `values`."""
+    """Yield boxes of a range of a contiguous tensor, as views of `values`."""
     flat, done = values.view(-1), 0
     for box in range_boxes(shape, start, start + flat.numel()):
         yield HeldBox(box, flat[done : done + box.numel].view(box.sizes))
@@ -192,12 +193,12 @@ def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Local tensor of a DTensor, or a plain tensor itself."""
+    """Return the local tensor of a DTensor, or a plain tensor itself."""
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
 
 def mesh_of(param: Tensor) -> Any:
-    """The mesh of a DTensor; None for a plain tensor."""
+    """Return the mesh of a DTensor; None for a plain tensor."""
     if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
         return None
     return getattr(param, "device_mesh", None)
@@ -206,7 +207,7 @@ def mesh_of(param: Tensor) -> Any:
 def clone_in_place(tensor: Tensor) -> Tensor:
     """Copy a tensor, and a DTensor with the placements it has, without a collective.
 
-    `clone()` of a DTensor of addends (`Partial`) adds them up over its mesh.
+    In contrast, `clone()` of a DTensor with `Partial` placements sums it over its mesh.
     """
     mesh = mesh_of(tensor)
     if mesh is None:
@@ -226,9 +227,10 @@ def clone_in_place(tensor: Tensor) -> Tensor:
 
 
 def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:
-    """Placements for a gradient that need no communication: those of its parameter.
+    """Return placements of a gradient, sharded as its parameter where it was replicated.
 
-    `torch.zeros_like` of a parameter that is cut gives zeros that are whole on every rank.
+    The change needs no communication. `torch.zeros_like` of a sharded parameter, for example,
+    gives replicated zeros.
     """
     return [
         own if of_grad.is_replicate() and own.is_shard() else of_grad

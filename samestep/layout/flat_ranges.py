@@ -37,15 +37,15 @@ class Range(NamedTuple):
         return self.stop - self.start
 
     def normalize(self, start: int = 0) -> "Range":
-        """A range of the same size from `start` on."""
+        """Return a range of the same size from `start` on."""
         return Range(start, start + self.size)
 
     def within(self, outer: "Range") -> "Range":
-        """This range relative to the start of `outer`."""
+        """Return this range relative to the start of `outer`."""
         return self.normalize(self.start - outer.start)
 
     def overlap(self, other: "Range") -> "Range":
-        """Intersection of two ranges."""
+        """Return the intersection of two ranges."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
@@ -63,7 +63,7 @@ class Fragment(NamedTuple):
 
 
 class FlatBucket(NamedTuple):
-    """A range of the buffer sent in one collective; `shards[rank]` is what a rank owns."""
+    """A range of the buffer sent in one collective; each rank owns `shards[rank]`."""
 
     in_buffer: Range
     params: tuple[int, ...]  # in the order in which they lie
@@ -78,16 +78,16 @@ class FlatLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of the buffer, padding included."""
+        """Return the number of elements of the buffer, padding included."""
         return self.buckets[-1].in_buffer.stop if self.buckets else 0
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no parameter."""
+        """Return the number of elements that belong to no parameter."""
         return self.size - sum(param.size for param in self.params)
 
     def fragments(self, number: int) -> Iterator[Fragment]:
-        """The fragments that ranks own of a bucket, in the order of the buffer."""
+        """Yield the fragments of a bucket that ranks own, in the order of the buffer."""
         bucket = self.buckets[number]
         rank = 0
         for index in bucket.params:
@@ -121,10 +121,11 @@ def equal_shards(
 ) -> FlatLayout:
     """Place parameters in the given order, with shards of equal size.
 
-    `together`: shards cut parameters at multiples of so many elements, a power of two.
+    `together`: shards cut parameters only at multiples of this power of two.
 
     A bucket is closed once it has `bucket_elements`, so a parameter is never cut by a bucket, and
-    is padded until all ranks own the same number of aligned elements. For elementwise rules.
+    is padded until all ranks own the same number of aligned elements. These shards are for
+    elementwise rules.
     """
     places: list[Range] = []
     buckets: list[FlatBucket] = []
@@ -211,7 +212,7 @@ def owner_shards(
 def _cut_between_blocks(flops: Sequence[int], loads: list[int]) -> list[int]:
     """Assign consecutive blocks to ranks in order, with about equal work.
 
-    `loads` are what the ranks do already, and are brought up to date.
+    `loads` are the FLOPs that ranks have already; the new work is added to them in place.
     """
     target = (sum(loads) + sum(flops)) / len(loads)
     owners = []
@@ -227,7 +228,7 @@ def _cut_between_blocks(flops: Sequence[int], loads: list[int]) -> list[int]:
 def _bucket_members(
     params: Sequence[BlockSizes], wide: set[int], bucket_elements: int
 ) -> Iterator[list[int]]:
-    """Group neighbouring parameters into buckets; a very large one is alone."""
+    """Group neighbouring parameters into buckets; a very large parameter has its own."""
     members: list[int] = []
     size = 0
     for index, param in enumerate(params):
@@ -261,7 +262,7 @@ def in_runs(items: Iterable[T], size_of: Callable[[T], int], most: float) -> lis
 
 
 def _shared_size(size: int, ranks: int, alignment: int, least: int) -> int:
-    """Elements of a bucket divided equally over ranks, aligned where that is cheap."""
+    """Return the elements of an equally divided bucket, aligned where that is cheap."""
     alignment = max(alignment, least)
     most = max(rounded_up(size, lcm(ranks, 128)), size + int(size * LITTLE))
     while rounded_up(size, ranks * alignment) > most and alignment > least:
@@ -270,5 +271,5 @@ def _shared_size(size: int, ranks: int, alignment: int, least: int) -> int:
 
 
 def rounded_up(number: int, divisor: int) -> int:
-    """The smallest multiple of `divisor` that is not below a number."""
+    """Return the smallest multiple of `divisor` that is not below a number."""
     return -(-number // divisor) * divisor

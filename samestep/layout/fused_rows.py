@@ -2,9 +2,9 @@
 
 Under tensor parallel queries, keys and values of one matrix lie in parameters of their own, since
 each is cut by itself. The name says where the rows are: `qkv.weight[64:96]` has rows 64 to 95 of
-`qkv.weight`. So whoever has a name knows, whatever has wrapped or replaced the parameter since:
-patterns mean the parts as well, `split_sizes` are those of the whole, and checkpoints hold the
-whole alone.
+`qkv.weight`. The name is enough even if the parameter has been wrapped or replaced since:
+patterns of the whole match the parts too, `split_sizes` are those of the whole, and checkpoints
+hold only the whole.
 """
 
 import re
@@ -35,7 +35,7 @@ class FusedRows(NamedTuple):
         return self.stop - self.start
 
     def own_splits(self, given: Sequence[int] | str, rows: int) -> tuple[int, ...]:
-        """The `split_sizes` that fall on these rows; raises if a block crosses their end."""
+        """Return the `split_sizes` that fall on these rows; raise if a block crosses their end."""
         sizes: Sequence[int] = () if isinstance(given, str) else given
         if isinstance(given, str):
             sizes, groups = split_of(given, rows)
@@ -56,24 +56,24 @@ class FusedRows(NamedTuple):
 
 
 def rows_in(name: str) -> FusedRows | None:
-    """The rows that a parameter's name encodes; None if it is no part of a fused weight."""
+    """Return the rows that a parameter's name encodes; None if the name has no rows."""
     found = _ROWS.fullmatch(name)
     return found and FusedRows(found["whole"], int(found["start"]), int(found["stop"]))
 
 
 def without_wrappers(name: str) -> str:
-    """A name without prefixes of torch.compile and checkpoint wrappers."""
+    """Return a name without prefixes of torch.compile and checkpoint wrappers."""
     return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
 
 
 def whole_name(name: str) -> str:
-    """Name of the fused parameter, or the name itself."""
+    """Return the name of the fused parameter that a name is a part of, or the name itself."""
     part = rows_in(name)
     return name if part is None else part.whole
 
 
 def in_order(names: Iterable[str]) -> list[FusedRows]:
-    """Parts of one fused parameter, sorted by row; raises if rows are missing."""
+    """Return the parts of one fused parameter, sorted by row; raise if rows are missing."""
     parts = sorted((part for part in map(rows_in, names) if part), key=lambda part: part.start)
     end = 0
     for part in parts:
@@ -92,7 +92,7 @@ _apart: ContextVar[bool] = ContextVar("parts of fused parameters stay apart", de
 
 @contextmanager
 def parts_apart() -> Iterator[None]:
-    """Context in which state dicts keep the parts of fused parameters apart."""
+    """Enter a context in which state dicts keep parts of fused parameters apart."""
     before = _apart.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Detects tensors that share memory, whatever their shapes and strides."""
+"""Detect tensors that share memory, whatever their shapes and strides."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -25,10 +25,10 @@ class _Span(NamedTuple):
 def overlap(
     named: Iterable[tuple[str, Tensor]], others: Iterable[tuple[str, Tensor]] = ()
 ) -> tuple[str, str] | None:
-    """Names of two tensors that share an element; None if there are none.
+    """Return the names of two tensors that share an element; None if no two do.
 
-    Of DTensors what this rank holds. `others` are compared with the first ones alone. Tensors that
-    only lie in one storage, such as views of one buffer beside each other, have nothing in common.
+    A DTensor counts as its local tensor. `others` are compared with `named` alone. Tensors that
+    only lie in one storage, such as disjoint views of one buffer, share no element.
     """
     by_device: dict[torch.device, list[_Span]] = {}
     for counts, tensors in ((True, named), (False, others)):
@@ -76,7 +76,7 @@ def _have_common(one: _Span, other: _Span) -> bool:
 
 
 def _bytes_in(marks: Tensor, span: _Span, start: int) -> Tensor:
-    """Offsets of all bytes of a tensor."""
+    """Return a view of `marks` at the bytes of a tensor."""
     tensor = span.tensor
     strides = [stride * tensor.itemsize for stride in tensor.stride()]
     sizes = (*tensor.shape, tensor.itemsize)

@@ -1,4 +1,4 @@
-"""Assigns blocks to owners, the ranks that run the matrix rule on them."""
+"""Assign blocks to owners, the ranks that run the matrix rule on them."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Balance(NamedTuple):
-    """Largest work and state of a rank over the mean; 1.0 is even."""
+    """The largest work and the largest state of a rank, each over the mean; 1.0 is even."""
 
     busiest: float  # FLOPs of the busiest rank over the mean
     bound: float  # what no assignment can beat
@@ -51,8 +51,8 @@ def balanced_owners(
 def dealt(owner: int, ranks: int, columns: int) -> int:
     """Reorder owners so that neighbours are on different hosts.
 
-    Owners that follow each other are in different columns: what crosses between hosts is shared by
-    all ranks of a host.
+    Consecutive owners are in different columns, so that all ranks of a host share the traffic
+    between hosts.
     """
     return owner % columns * (ranks // columns) + owner // columns
 
@@ -63,10 +63,10 @@ def cyclic_owners(count: int, ranks: int) -> list[int]:
 
 
 def busiest_lower_bound(flops: Sequence[int], ranks: int) -> float:
-    """A lower bound of the busiest rank's work, under any assignment.
+    """Return a lower bound of the busiest rank's FLOPs under any assignment.
 
-    The mean; the largest block; and, when there are more blocks than ranks, the N-th plus the
-    (N+1)-th largest, since two of the N+1 largest must share a rank.
+    The bound is the largest of: the mean; the largest block; with more blocks than ranks, the N-th
+    plus the (N+1)-th largest, since two of the N+1 largest must share a rank.
     """
     largest = sorted(flops, reverse=True)
     if not largest:

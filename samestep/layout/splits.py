@@ -1,4 +1,4 @@
-"""Parses `split_sizes`: which rows of a stored matrix are matrices of their own.
+"""Parse `split_sizes`: the rows of a stored matrix that are matrices of their own.
 
     split_sizes=(64, 16, 16)             rows after rows: Q, K, V
     split_sizes="halves"                 two of equal size: gate, up
@@ -9,7 +9,7 @@
                                          8 groups, as queries that share keys and values have
     transposed=True                      stored as (in, out): rows of a matrix are columns there
 
-Rows are those of the usual orientation (out, in), also where a matrix is stored the other way.
+Rows are counted in the usual orientation (out, in), also where a matrix is stored as (in, out).
 """
 
 import re
@@ -38,14 +38,14 @@ class Form(NamedTuple):
     transposed: bool
 
     def shapes(self, stored: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-        """(out, in) of each matrix of a block that is stored as (rows, cols)."""
+        """Return the shape (out, in) of each matrix of a block that is stored as (rows, cols)."""
         cols = stored[0 if self.transposed else 1]
         return tuple((size * self.split.groups, cols) for size in self.split.sizes)
 
     def views(self, block: Tensor) -> list[Tensor]:
-        """Each matrix of a block as a view (out, in) or (groups, out per group, in).
+        """Return each matrix of a block as a view (out, in) or (groups, out per group, in).
 
-        Of a stack of blocks (B, rows, cols) each has B of them.
+        For a stack of blocks (B, rows, cols) each view has a leading dim B.
         """
         whole = block.mT if self.transposed else block
         sizes, groups = self.split
@@ -56,11 +56,11 @@ class Form(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """The stored dim along which the matrices are interleaved."""
+        """Return the stored dim along which the matrices are interleaved."""
         return int(self.transposed)
 
     def numbers(self) -> list[int]:
-        """The matrix that each index of that dim belongs to."""
+        """Return for each index of `dim` the number of the matrix that has it."""
         sizes, groups = self.split
         return [number for number, size in enumerate(sizes) for _ in range(size)] * groups
 
@@ -70,7 +70,7 @@ def _brief(sizes: tuple[object, ...]) -> str:
 
 
 def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
-    """Parse `split_sizes` for matrices with this number of rows; raises with a remedy."""
+    """Parse `split_sizes` for matrices with this number of rows; raise with a remedy."""
     if given is None:
         return Split((rows,))
     if isinstance(given, str):
@@ -122,7 +122,7 @@ def _equal(given: str, rows: int, parts: int) -> tuple[int, ...]:
 
 
 def _whole_if_one(split: Split) -> Split:
-    """Whether the rows of each matrix are contiguous."""
+    """Return a split without groups if only one matrix has rows in them, else the split."""
     if len(split.sizes) == 1:
         return Split((split.sizes[0] * split.groups,))
     return split

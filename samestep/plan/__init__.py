@@ -1,1 +1,1 @@
-"""All that is decided before the first step, as pure data: the same on every rank."""
+"""Plans of all decisions before the first step, as pure data: the same on every rank."""

@@ -1,4 +1,4 @@
-"""The exchanges of a bucket in a step: its way through the layouts of its buffer.
+"""The exchanges of a bucket in a step: the layouts that its buffer passes through.
 
     gradients    every rank has an addend of all of it
       reduce
@@ -6,9 +6,9 @@
       gather
     parameters   every rank has all of it
 
-Where every rank needs all sums, and they are added up in rank order, each rank adds up a stretch
-of them first, which are then gathered. Where other groups of ranks do the same, the sums of each
-rank are added up over these groups once more.
+Where every rank needs all sums, added up in rank order, each rank first adds up one stretch of
+elements, and the stretches are then all-gathered. Where several groups of ranks reduce the same
+bucket, the sums of each rank are added up over these groups once more.
 """
 
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ class BucketExchanges:
 
     reduce: gradients to sums, or to stretches of them.
     sums: stretches of sums to all sums on every rank; None: `reduce` has done it.
-    outer: by place of a rank in its group the exchanges that add up its sums over groups that do
-        the same; (): there are no others.
+    outer: by place of a rank in its group, the exchanges that add up its sums over all groups
+        that reduce the bucket; (): there is one group.
     gather: updated segments to all parameters on every rank; None: every rank updates all.
     """
 
@@ -44,7 +44,7 @@ class BucketExchanges:
 
     @cached_property
     def outer_transfers(self) -> tuple[tuple[Transfer, ...], ...]:
-        """The collectives of `outer`; ranks whose sums are equally large have the same ones."""
+        """Return the collectives of `outer`; ranks with equally large sums have the same ones."""
         known = {id(way): tuple(each.transfer for each in way) for way in self.outer}
         return tuple(known[id(way)] for way in self.outer)
 
@@ -57,7 +57,7 @@ def bucket_exchanges(
 ) -> tuple[BucketExchanges, ...]:
     """Make the exchanges of every bucket of a plan.
 
-    gradient_dtypes, dtypes: by bucket the dtype in which its gradients and its parameters travel.
+    gradient_dtypes, dtypes: by bucket the dtype in which gradients and parameters are sent.
     """
     return tuple(
         _of_bucket(number, bucket, plan, policy, gradients, dtype)
@@ -107,7 +107,7 @@ def _of_bucket(
 def outer_exchanges(
     number: int, elements: int, dtype: torch.dtype, policy: CollectivePolicy
 ) -> tuple[Exchange, ...]:
-    """The exchanges that add up `elements` of a bucket over groups that do the same."""
+    """Return the exchanges that sum `elements` of a bucket over groups of ranks."""
     name, groups = f"outer sum of bucket {number}", policy.outer
     policy = policy._replace(ranks=groups, levels=1)
     gradients, everywhere = addends_on_all(elements, groups), copies_on_all(elements, groups)
@@ -126,17 +126,17 @@ def outer_exchanges(
 
 
 def addends_on_all(size: int, ranks: int) -> Holdings:
-    """Every rank has an addend of all elements."""
+    """Return the layout in which every rank has an addend of all elements."""
     return Holdings([Holding(whole((size,)), (_everyone(ranks),))])
 
 
 def copies_on_all(size: int, ranks: int) -> Holdings:
-    """Every rank has all elements."""
+    """Return the layout in which every rank has a copy of all elements."""
     return Holdings([Holding(whole((size,)), _each(ranks))])
 
 
 def stretches(sizes: Sequence[int]) -> Holdings:
-    """Each rank has a stretch of so many elements, one after the other."""
+    """Return the layout of consecutive stretches, in which rank i has `sizes[i]` elements."""
     found, start = [], 0
     for rank, size in enumerate(sizes):
         if size:

@@ -1,9 +1,9 @@
-"""Plans chunks: blocks sent to their owners together.
+"""Plan chunks: groups of blocks that are sent to their owners together.
 
     shards of a block, on all ranks that hold some of it  ->  the block, on its owner  ->  shards
 
-Both ways are exchanges. Of several copies of a part one travels to the owner, and the result goes
-back to all ranks with a copy. Blocks move in chunks: in each, every rank owns some.
+Each direction is an exchange. If several ranks have copies of a part, one of them sends it to the
+owner, and the result is sent to all of them. In every chunk each rank owns some blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class PlannedBlock(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The key of the block."""
+        """Return the key of the block."""
         return self.param, self.number
 
 
@@ -60,7 +60,7 @@ def blocks_to_owners(
     chunk_elements: int,
     owners: OwnerStrategy = "balanced",
 ) -> list[Blocks]:
-    """Give every block an owner, and put blocks into chunks of about that size.
+    """Give every block an owner, and group blocks in chunks of about `chunk_elements`.
 
     Chunks are in the order in which they move.
     """
@@ -80,7 +80,7 @@ def blocks_to_owners(
 def blocks_to_all(
     specs: Sequence[ParamSpec], held: Sequence[RankBoxes], ranks: int, *, chunk_elements: int
 ) -> list[Blocks]:
-    """Every rank is an owner of every block: it gathers all, and nothing goes back."""
+    """Make every rank an owner of every block: each gathers all, and returns nothing."""
     everyone = tuple(range(ranks))
     blocks = ([planned._replace(owners=everyone)] for planned in _without_owners(specs, held))
     return _in_chunks(blocks, chunk_elements)
@@ -89,7 +89,7 @@ def blocks_to_all(
 def _without_owners(
     specs: Sequence[ParamSpec], held: Sequence[RankBoxes]
 ) -> Iterable[PlannedBlock]:
-    """All blocks, one parameter after the other."""
+    """Yield all blocks, one parameter after the other."""
     known: dict[tuple[Box, RankBoxes], Holdings] = {}  # layers are alike
     for param, (spec, of_ranks) in enumerate(zip(specs, held, strict=True)):
         for number, block in enumerate(spec.blocks or ()):
@@ -101,7 +101,7 @@ def _without_owners(
 
 
 def _in_chunks(together: Iterable[Sequence[PlannedBlock]], elements: int) -> list[Blocks]:
-    """Blocks that are taken together, in chunks of about so many elements."""
+    """Group runs of blocks that stay together in chunks of about `elements`."""
 
     def size(blocks: Sequence[PlannedBlock]) -> int:
         return sum(planned.box.numel for planned in blocks)
@@ -117,13 +117,13 @@ def _in_chunks(together: Iterable[Sequence[PlannedBlock]], elements: int) -> lis
 class Chunk:
     """Blocks that move at once, from shards to owners and back.
 
-    In both exchanges the place of a block in the chunk is its index. What belongs to all of a block
-    has the key `OF_WHOLE`: it goes back beside the shards, to ranks that hold nothing of the block
-    too, unrounded, and is counted in elements of the dtype that travels.
+    In both exchanges a block's key is its index in the chunk. Values that belong to a whole block
+    have the key `OF_WHOLE`: they are returned beside the shards, unrounded, also to ranks that
+    hold no part of the block, and are counted in elements of the dtype that is sent.
 
     giving_back: None where every rank is an owner.
     wide: the dtype in which blocks are computed.
-    sums: gathers what parts have of sums over blocks; None: no rule needs any.
+    sums: gathers the terms of sums over blocks from their parts; None: no rule needs any.
     summed: sums over each matrix of a block, by place of the block.
     """
 
@@ -136,7 +136,7 @@ class Chunk:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which blocks travel."""
+        """Return the dtype in which blocks are sent."""
         return self.collection.transfer.dtype
 
 
@@ -178,7 +178,7 @@ def chunk_of(
 
 
 def owned_blocks(chunks: Iterable[Chunk], rank: int, params: int) -> list[list[int]]:
-    """The blocks that a rank owns of each of so many parameters, by number, in order."""
+    """Return for each parameter the numbers of the blocks that a rank owns, in order."""
     found: list[list[int]] = [[] for _ in range(params)]
     for planned in chain.from_iterable(chunk.blocks for chunk in chunks):
         if rank in planned.owners:
@@ -187,7 +187,7 @@ def owned_blocks(chunks: Iterable[Chunk], rank: int, params: int) -> list[list[i
 
 
 def block_box(block: Block, shape: Shape) -> Box:
-    """The box of a block in its parameter."""
+    """Return the box of a block in its parameter."""
     if block.matrix is None:
         rest = shape[1:]
         return Box((block.row, *(0 for _ in rest)), (block.rows, *rest))

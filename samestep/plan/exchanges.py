@@ -5,12 +5,12 @@
                               that has A to a rank that needs B
 
 An exchange is pure data: it needs no process group and no tensor. Saving, loading, resharding and
-reading whole values differ in their two layouts alone. What a rank has already does not travel,
-and an exchange in which that is so on every rank is silent.
+reading whole values differ only in these two layouts. A rank never receives values that it has
+already, and an exchange in which every rank has all that it needs is silent.
 
 Where every rank needs everything, one all-gather moves it, of a segment per rank; `comm.exchange`
-runs it. Blocks whose parts are spread over ranks go from each rank to each other one, and what a
-rank sends, or gets, lies in one buffer, as a `Packing` says.
+runs it. Blocks whose parts are spread over ranks are sent all-to-all; everything that a rank
+sends lies in one buffer, and so does everything that it gets: a `Packing` says where.
 """
 
 from collections import Counter
@@ -48,13 +48,13 @@ class Moved(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """Tensors of which ranks have the same parts, and how many each rank has all of."""
+    """Tensors that are cut alike over ranks, and how many of them each rank has or needs whole."""
 
     parts: Holdings
     by_whole: Counter[int]
 
     def add_to(self, of_parts: list[int], of_wholes: list[int]) -> None:
-        """Add what goes between ranks with parts and those with all; what is there stays there."""
+        """Add the elements exchanged between ranks with parts and other ranks with all."""
         sizes, count = self.parts.sizes, self.by_whole.total()
         everything = sum(sizes.values())
         for rank, size in sizes.items():
@@ -66,18 +66,18 @@ class _Alike(NamedTuple):
 
 
 class Exchange:
-    """Tensors changing from one layout to another in one collective.
+    """A change of tensors from one layout to another in one collective.
 
-    Of several ranks that have what is needed, the target itself or else a near one gives it.
+    If several ranks have needed values, the target uses its own, or else a near rank sends them.
 
     Args:
-        name: The same on every rank; messages about the collective have it.
-        source: Where the values are.
-        target: Where they shall be: the same keys, and for each of them boxes of the same tensor.
-        ranks: How many ranks the group has.
-        dtype: In which it travels, where that is the same for all tensors.
-        policy: Which collective moves it, for one tensor of which every rank has an addend of
-            everything, or shall have everything; None: parts go from each rank to each other one.
+        name: Name in messages about the collective, the same on every rank.
+        source: Layout in which the values are.
+        target: Layout to reach: the same keys, and for each of them boxes of the same tensor.
+        ranks: Number of ranks of the group.
+        dtype: Dtype in which tensors are sent, if all have the same.
+        policy: Choice of the collective for a single tensor that every rank has an addend of, or
+            needs whole; None: parts are sent all-to-all.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Exchange:
     # --- between any two layouts ------------------------------------------------------------
 
     def hops_to(self, rank: int) -> Sequence[Hop]:
-        """The hops to a rank, source by source, which is the order in which addends are summed."""
+        """Return the hops to a rank by source: the order in which addends are summed."""
         if rank not in self._incoming:
             hops = [
                 Hop(key, box, sender, rank, held.box, needed.box, number, len(senders))
@@ -116,7 +116,7 @@ class Exchange:
         return self._incoming[rank]
 
     def hops_from(self, rank: int) -> Sequence[Hop]:
-        """The hops from a rank, target by target, to each of them in the order of its `hops_to`."""
+        """Return the hops from a rank by target, for each in the order of its `hops_to`."""
         if rank not in self._outgoing:
             hops = [
                 Hop(key, box, rank, target, held.box, needed.box, senders.index(rank), len(senders))
@@ -133,7 +133,7 @@ class Exchange:
         return self._outgoing[rank]
 
     def givers(self, key: Key, rank: int) -> Sequence[int]:
-        """All ranks that give a rank something of a tensor, in order; itself, if it has some."""
+        """Return all ranks whose values of a tensor a rank uses, in order, itself included."""
         held, needed = self.source[key], self.target[key].of_rank(rank)
         if needed and len(self.target[key]) == 1 and held.has_one_rank_each:
             return sorted(held.sizes)
@@ -145,17 +145,17 @@ class Exchange:
         )
 
     def packed_to(self, rank: int) -> Packing:
-        """The packing of the buffer that a rank gets from others."""
+        """Return the packing of the buffer that a rank receives."""
         hops = (hop for hop in self.hops_to(rank) if hop.source != rank)
         return self._packed((hop.source, hop, hop.needed) for hop in hops)
 
     def packed_from(self, rank: int) -> Packing:
-        """The packing of the buffer that a rank gives to others."""
+        """Return the packing of the buffer that a rank sends."""
         hops = (hop for hop in self.hops_from(rank) if hop.target != rank)
         return self._packed((hop.target, hop, hop.held) for hop in hops)
 
     def _packed(self, hops: Iterable[tuple[int, Hop, Box]]) -> Packing:
-        """A packing of hops, given with the other rank, and the box that this rank has or needs."""
+        """Pack hops, each with the other rank and the box that this rank has or needs."""
         parts, sizes, start = list[PackedPart](), [0] * self.ranks, 0
         for rank, hop, own in hops:
             slices, numel = hop.box.within(own).slices, hop.box.numel
@@ -166,7 +166,7 @@ class Exchange:
 
     @cached_property
     def moved(self) -> Moved:
-        """Elements that each rank sends to other ranks and gets from them."""
+        """Count the elements that each rank sends to other ranks and gets from them."""
         moved = Moved([0] * self.ranks, [0] * self.ranks)
         # Tensors that lie alike are counted once, by who has all of them: of one side or the other.
         gathered, scattered = dict[int, _Alike](), dict[int, _Alike]()
@@ -197,7 +197,7 @@ class Exchange:
 
     @cached_property
     def transfer(self) -> Transfer:
-        """The collective of the exchange."""
+        """Return the collective of the exchange."""
         assert self._dtype is not None, self.name
         if self._policy is None:
             sent = sum(self.moved.sent)
@@ -214,7 +214,7 @@ class Exchange:
         return sums._replace(levels=self._policy.levels)
 
     def _sizes(self, holdings: Holdings) -> list[int]:
-        """Elements by rank, of every rank."""
+        """Return the number of elements of every rank."""
         return [holdings.sizes.get(rank, 0) for rank in range(self.ranks)]
 
     @cached_property
@@ -228,7 +228,7 @@ class Exchange:
         )
 
     def elements_sent(self, rank: int) -> int:
-        """The number of elements that a rank sends to others."""
+        """Return the number of elements that a rank sends to others."""
         if self.is_gather:
             return self.segments[rank] * (self.ranks - 1)
         return sum(hop.box.numel for hop in self.hops_from(rank) if hop.target != rank)
@@ -237,7 +237,7 @@ class Exchange:
 
     @cached_property
     def is_gather(self) -> bool:
-        """Whether all ranks need all of it, and nothing has to be summed."""
+        """Whether all ranks need every tensor whole, and nothing has to be summed."""
         everyone = tuple(range(self.ranks))
         return all(
             holding.ranks == everyone and len(holding.sources) == self.ranks
@@ -252,10 +252,10 @@ class Exchange:
 
     @cached_property
     def gathered(self) -> Sequence[Sequence[Hop]]:
-        """By rank what it gives to all others, of a gather; its target is itself.
+        """Return by rank the hops of a gather that it sends to all; their target is the rank.
 
-        Of several ranks with copies the one that gives least so far gives a box. A box that all
-        ranks have is given by nobody.
+        If several ranks have copies of a box, the one with the least to send so far sends it. A
+        box that all ranks have is not sent.
         """
         found: list[list[Hop]] = [[] for _ in range(self.ranks)]
         given = [0] * self.ranks
@@ -269,11 +269,11 @@ class Exchange:
 
     @cached_property
     def segments(self) -> Sequence[int]:
-        """The number of elements that each rank gives to all others, of a gather."""
+        """Return the number of elements that each rank sends to all others in a gather."""
         return [sum(hop.box.numel for hop in hops) for hops in self.gathered]
 
     def held_by_all(self) -> Iterator[Hop]:
-        """The boxes that every rank has already, of a gather; source and target 0 stand for all."""
+        """Yield boxes of a gather that every rank has already, as hops from rank 0 to itself."""
         for key in self.target:
             for needed, held, box in self._overlaps(key):
                 if len(held.sources) == self.ranks:
@@ -282,7 +282,7 @@ class Exchange:
     # --- who gives what to whom -------------------------------------------------------------
 
     def _overlaps(self, key: Key) -> Iterator[tuple[Holding, Holding, Box]]:
-        """The overlaps of needed and held boxes of a tensor, with both."""
+        """Yield overlaps of needed and held boxes of a tensor, with both holdings."""
         if self.source[key] == self.target[key]:
             yield from ((holding, holding, holding.box) for holding in self.source[key])
             return
@@ -293,7 +293,7 @@ class Exchange:
     def _parts(
         self, key: Key, needed: Holding, held: Iterable[Holding]
     ) -> Iterator[tuple[Holding, Box]]:
-        """The parts of a needed box that holdings have."""
+        """Yield the parts of a needed box that holdings have."""
         if len(self.target[key]) == 1:  # all of the tensor
             yield from ((holding, holding.box) for holding in held)
             return
@@ -307,7 +307,7 @@ class Exchange:
     def _senders(self, key: Key, needed: Holding, held: Holding, target: int) -> tuple[int, ...]:
         """Choose a sender: the target itself, a near rank, else in turns.
 
-        Where the target shall have an addend, it sums its share of the addends.
+        If the target needs an addend, it sums its share of the addends.
         """
         source = held.sources[0]
         if len(held.sources) > 1:
@@ -322,11 +322,11 @@ class Exchange:
         return source[first : first + share]
 
     def _near(self, key: Key, held: Holding, target: int) -> Sequence[tuple[int, ...]]:
-        """The sources that are near a target."""
+        """Return the sources that are near a target."""
         near = self.source[key].near
         return [each for each in held.sources if near[each[0]] == near[target]] if near else ()
 
 
 def transfer_of(exchange: Exchange | Transfer | None) -> Transfer | None:
-    """The collective of an exchange, if there is one."""
+    """Return the collective of an exchange; None if there is no exchange."""
     return exchange.transfer if isinstance(exchange, Exchange) else exchange

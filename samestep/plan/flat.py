@@ -1,6 +1,6 @@
-"""Plans for parameters that lie end to end in flat buffers: who owns which part.
+"""Plans for parameters that lie end to end in flat buffers, with the owner of each part.
 
-The same kind of plan as `plan.sharding` gives, with two differences: every parameter lies whole in
+The plan differs from one of `plan.sharding` in two ways: every parameter lies whole in
 one bucket, and every segment is a stretch of that bucket, so that nothing has to be packed.
 Elementwise rules have equal segments, which cut parameters anywhere; matrix rules have segments
 of whole blocks.
@@ -29,7 +29,7 @@ from samestep.rules.orthogonalize import block_flops
 
 
 class FlatPlace(NamedTuple):
-    """The place of a parameter: from `start` on in a bucket."""
+    """The place of a parameter: its first element lies at `start` of a bucket."""
 
     bucket: int
     start: int
@@ -38,7 +38,7 @@ class FlatPlace(NamedTuple):
 def plan_flat(
     params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int, columns: int = 1
 ) -> ShardingPlan:
-    """Lay out `params` (in order of use) in buckets for `ranks` ranks, last ones first."""
+    """Lay out `params` (in order of use) in buckets, the last parameters first."""
     backwards = range(len(params) - 1, -1, -1)
     order = [i for i in backwards if params[i].numel]
     buckets: list[Bucket] = []
@@ -70,7 +70,7 @@ def plan_flat(
 
 
 def places(plan: ShardingPlan) -> list[FlatPlace | None]:
-    """The place of each parameter; None for one without elements or blocks."""
+    """Return the place of each parameter; None for one without elements or blocks."""
     found: list[FlatPlace | None] = [None] * len(plan.params)
     for number, bucket in enumerate(plan.buckets):
         for piece, start in bucket.places():
@@ -90,7 +90,7 @@ def _block_sizes(param: ParamSpec) -> BlockSizes:
 def _segments(
     layout: FlatLayout, number: int, pieces: Sequence[Sequence[Piece]]
 ) -> tuple[Segment, ...]:
-    """The segments of a bucket, by rank; `pieces[i]` are those of the layout's parameter i."""
+    """Return a bucket's segments by rank; `pieces[i]` are the pieces of parameter i."""
     shards = layout.buckets[number].shards
     owned: dict[int, list[tuple[Piece, int]]] = {}
     for fragment in layout.fragments(number):

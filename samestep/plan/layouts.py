@@ -1,4 +1,4 @@
-"""Layouts: which ranks hold which box of which tensor.
+"""Layouts: the ranks that hold each box of each tensor.
 
 A *holding* says where the values of a box are, as a list of sources of which any one will do. A
 source is a tuple of ranks whose values are summed in that order:
@@ -7,8 +7,8 @@ source is a tuple of ranks whose values are summed in that order:
     ((0, 1, 2),)          ranks 0, 1 and 2 have addends
     ((0, 2), (1, 3))      ranks 0 and 2 have addends, and 1 and 3 have addends of the same sum
 
-A *layout* says it for several tensors. The boxes of one tensor do not overlap, and together they
-are all of it. Ranks are places in the group that exchanges.
+A *layout* has the holdings of several tensors. The boxes of one tensor do not overlap, and
+together cover it. Ranks are counted in the process group of the exchange.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,12 +28,12 @@ class Holding(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold the box, in order."""
+        """Return all ranks that hold the box, in order."""
         return tuple(sorted(rank for source in self.sources for rank in source))
 
 
 class Holdings(tuple[Holding, ...]):
-    """All holdings of one tensor; tensors that lie alike share one object, and what it has found.
+    """All holdings of one tensor; tensors that lie alike share one object and its caches.
 
     near: a number by rank, or nothing. Of several ranks with copies those with the number of the
         rank that asks are preferred, such as its host, or which copy of the whole tensor it is in.
@@ -47,11 +47,11 @@ class Holdings(tuple[Holding, ...]):
         return self
 
     def of_rank(self, rank: int) -> Sequence[Holding]:
-        """The holdings that a rank is a source of."""
+        """Return the holdings that a rank is a source of."""
         return self._by_rank.get(rank, ())
 
     def box_of(self, rank: int) -> Box | None:
-        """The box of a rank, of a tensor of which no rank has several."""
+        """Return the box of a rank, for a tensor of which no rank has several boxes."""
         held = self.of_rank(rank)
         return held[0].box if held else None
 
@@ -66,7 +66,7 @@ class Holdings(tuple[Holding, ...]):
 
     @cached_property
     def sizes(self) -> Mapping[int, int]:
-        """Elements by rank, of ranks that hold any."""
+        """Return the number of elements by rank, without ranks that hold none."""
         found: dict[int, int] = {}
         for holding in self:
             for source in holding.sources:
@@ -76,7 +76,7 @@ class Holdings(tuple[Holding, ...]):
 
     @cached_property
     def has_one_rank_each(self) -> bool:
-        """Whether no box has copies or addends."""
+        """Whether every box has one rank: no copies and no addends."""
         return all(len(sources) == 1 == len(sources[0]) for _, sources in self)
 
 
@@ -84,7 +84,7 @@ Layout = Mapping[Key, Holdings]
 
 
 class RankBoxes(NamedTuple):
-    """By rank of a mesh what it holds of one tensor: one box, which may be empty.
+    """The box, possibly empty, that each rank of a mesh holds of one tensor.
 
     replicas: which copy of the tensor a rank is in; copy 0 counts in sums over ranks.
     """
@@ -93,38 +93,38 @@ class RankBoxes(NamedTuple):
     replicas: tuple[int, ...]
 
     def divided(self, per: int) -> "RankBoxes":
-        """The boxes of a tensor with one element for `per` neighbours in the last dim."""
+        """Return the boxes of a tensor with one element for `per` neighbours in the last dim."""
         return self._replace(boxes=tuple(box.divided(per) for box in self.boxes))
 
     def within(self, outer: Box) -> Holdings:
-        """The holdings of a box of the tensor, such as a block, counted from its start."""
+        """Return the holdings of `outer`, such as a block, relative to its start."""
         parts = (box.overlap(outer).within(outer) for box in self.boxes)
         return by_box(enumerate(parts), near=self.replicas)
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Holdings of a tensor that every rank has whole."""
+    """Return the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def copies(box: Box, ranks: Iterable[int]) -> Holding:
-    """Sources of a box with copies on ranks."""
+    """Return the holding of a box with a copy on each of the ranks."""
     return Holding(box, tuple((rank,) for rank in ranks))
 
 
 def addends(box: Box, ranks: Iterable[int]) -> Holding:
-    """A source whose values are summed over ranks."""
+    """Return the holding of a box with an addend on each of the ranks."""
     return Holding(box, (tuple(ranks),))
 
 
 def whole_on(shape: Sequence[int], ranks: Iterable[int]) -> Holdings:
-    """Each of the ranks has all of a tensor; nobody does of one without elements."""
+    """Return holdings with a whole tensor on each rank; none if it has no elements."""
     everything = whole(shape)
     return Holdings([copies(everything, ranks)] if everything.numel else ())
 
 
 def by_box(held: Iterable[tuple[int, Box]], near: Sequence[int] = ()) -> Holdings:
-    """Holdings of one tensor from what each rank has; ranks with the same box have copies.
+    """Return the holdings of a tensor from (rank, box) pairs; equal boxes are copies.
 
     A mesh with thousands of ranks has one holding for each different box. Empty boxes are left out.
     """

@@ -1,14 +1,14 @@
-"""Links between ranks: their speed, and how much should travel at once by these figures.
+"""Links between ranks: their speed, and the bucket size that it suggests.
 
-A collective of N ranks takes a while to get going, the longer the more ranks, and then carries
-bytes at the pace of the slowest link on its way. Few large buckets waste no time on beginnings,
-many small ones are on their way while the rest is computed:
+A collective of N ranks has a latency that grows with the number of ranks, and then carries
+bytes at the bandwidth of the slowest link. Few large buckets cost few latencies, many small
+buckets overlap with computation:
 
     n buckets cost n latencies, and the last of them (1 / n of all bytes) is waited for
     n = sqrt(seconds that all bytes take / latency)
 
-Where nothing is reduced inside backward, all gradients are there at once: neighbours travel as one,
-in as many buckets as there are waves.
+Where nothing is reduced inside backward, all gradients are available at once: neighbouring buckets
+are merged into as many as there are waves.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Link:
 
 
 class Fabric(NamedTuple):
-    """Links between the ranks of one group, of which so many are on each host."""
+    """Links between the ranks of one group, with `per_host` ranks on each host."""
 
     inside: Link
     between: Link
@@ -48,14 +48,14 @@ class Fabric(NamedTuple):
 
     @property
     def has_levels(self) -> bool:
-        """Whether there is an inside and an across."""
+        """Whether there are several hosts with several ranks each."""
         return self.hosts > 1 and self.per_host > 1
 
     def ring(self) -> Link:
-        """The bandwidth for collectives that pass everything from rank to rank.
+        """Return the effective link of ring collectives, which pass data from rank to rank.
 
-        Backends lay several rings through the cards of a host, so that what leaves a host is
-        shared between them (NCCL counts its bus bandwidth so).
+        Backends use several rings through the GPUs of a host, which share the traffic between
+        hosts (NCCL defines its bus bandwidth so).
         """
         if self.hosts == 1:
             return self.inside
@@ -65,9 +65,9 @@ class Fabric(NamedTuple):
         return Link(self.between.latency, together, self.between.latency_per_rank)
 
     def exchange(self) -> Link:
-        """The bandwidth for collectives in which each rank sends to all others at once.
+        """Return the effective link of collectives in which each rank sends to all others.
 
-        Those on its own host get their share over links inside.
+        Ranks of the same host get their share over links inside the host.
         """
         if self.hosts == 1:
             return self.inside
@@ -78,10 +78,10 @@ class Fabric(NamedTuple):
     def pays_in_two(
         self, carried: float, *, exchanged: bool, block: float = 0.0, in_a_row: int = 1
     ) -> bool:
-        """Whether so many bytes are sooner everywhere inside hosts first, and across them then.
+        """Whether `carried` bytes take less time in two levels, inside and across hosts.
 
-        `exchanged`: segments go from each rank to each other one, not in rings. `block`: bytes of
-        the largest block, which crosses between hosts over one card. `in_a_row`: of such buckets.
+        `exchanged`: segments are sent all-to-all, not in rings. `block`: bytes of the largest
+        block, which one GPU sends between hosts. `in_a_row`: number of consecutive buckets.
         """
         if not self.has_levels:
             return False
@@ -89,10 +89,10 @@ class Fabric(NamedTuple):
         return self.seconds_in_two(carried, block, in_a_row) < one.seconds(self.ranks, carried)
 
     def seconds_in_two(self, carried: float, block: float = 0.0, in_a_row: int = 1) -> float:
-        """The seconds of so many bytes that go to or come from all ranks, in two levels.
+        """Return the seconds that `carried` bytes to or from all ranks take in two levels.
 
-        While one bucket crosses between hosts the next is on its way inside: of the shorter leg
-        only that of one bucket counts, a share of it for each of those in a row.
+        One bucket is sent between hosts while the next is sent inside them. So the shorter leg
+        counts for one bucket only, and is divided among the buckets in a row.
         """
         inside = self.inside.seconds(self.per_host, carried)
         across = self.between.seconds(self.hosts, max(carried / self.per_host, block))
@@ -107,14 +107,14 @@ CPU_LINKS = Link(2e-4, 1e9, 5e-5), Link(2e-4, 1.25e8, 5e-5)
 
 
 def usual_links(device_type: str) -> tuple[Link, Link]:
-    """Inside a host and between hosts."""
+    """Return assumed links inside a host and between hosts."""
     return CPU_LINKS if device_type == "cpu" else GPU_LINKS
 
 
 def bucket_elements(
     elements: int, size: int, fabric: Fabric, *, most_buckets: int | None = None
 ) -> int:
-    """Elements of a bucket of a plan that has so many elements, in so many bytes."""
+    """Return the elements of a bucket for a plan of `elements` elements, `size` bytes."""
     link = fabric.ring()
     begin = max(link.seconds(fabric.ranks, 0), 1e-9)
     count = sqrt(size / link.bandwidth / begin)

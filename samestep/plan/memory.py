@@ -1,4 +1,4 @@
-"""A step's memory on a rank: what each operation allocates and frees.
+"""Predict a step's memory on a rank: the buffers that each operation allocates and frees.
 
     backward    gradients arrive, as they stay; in flat buffers they move into that of their bucket
     Reduce      + packed, received                       - gradients, in zero2
@@ -12,10 +12,10 @@
     Apply                                                - all of it
 
 A change is an allocation or a release of a buffer, in the order in which the step makes them, so
-that whoever adds them up knows the peak. What rules allocate while they run is asked for.
+that their running sum gives the peak. Rules are asked how much they allocate while they run.
 
-This is of `shards.replicated` (buckets) and of `shards.dtensor.block_exchange` (chunks): what they
-allocate otherwise, a test of peaks on real ranks shows.
+The model describes `shards.replicated` (buckets) and `shards.dtensor.block_exchange` (chunks); a
+test of peaks on real ranks shows if they allocate anything else.
 """
 
 from collections import defaultdict
@@ -53,9 +53,9 @@ BufferKey = tuple[str, int, int]  # what it is; of which placement; its paramete
 
 
 class Allocation(NamedTuple):
-    """A buffer that takes so many bytes from now on; one with its key is gone.
+    """A buffer of `nbytes` from now on; it replaces a buffer with the same key.
 
-    pool: a spare buffer of it is taken, if there is one.
+    pool: a spare buffer of this pool is reused, if there is one.
     """
 
     key: BufferKey
@@ -65,7 +65,7 @@ class Allocation(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A buffer that is let go of, if it is there; `pool`: it stays there as a spare one."""
+    """The release of a buffer, if allocated; `pool`: it stays in this pool as a spare."""
 
     key: BufferKey
     pool: Hashable = None
@@ -86,7 +86,7 @@ TransformBytes = Callable[[ParamSpec, int, tuple[int, int]], int]
 
 
 class PlacementMemory:
-    """The memory of one placement on one rank, of which only gradients are known.
+    """The memory of one placement on one rank; this base class knows only gradients.
 
     number: of the placement in the schedule.
     gradients: bytes of each, as backward leaves them and they stay.
@@ -101,16 +101,16 @@ class PlacementMemory:
         self._changes: dict[type[OfBucket], Callable[[int], Changes]] = {}
 
     def backward(self, *, again: bool) -> Changes:
-        """Gradients arrive; `again`: those of an earlier micro-batch are there."""
+        """Yield changes as gradients arrive; `again`: earlier micro-batches left some."""
         for index, nbytes in enumerate(self._gradients):
             yield self._add("gradient", index, nbytes, GRADIENTS)
 
     def begin(self) -> Changes:
-        """The changes before the first operation."""
+        """Return the changes before the first operation."""
         return iter(())
 
     def of(self, operation: Operation) -> Changes:
-        """The changes that an operation makes in this placement, in order."""
+        """Yield the changes that an operation makes in this placement, in order."""
         if isinstance(operation, Update) and operation.is_last:
             for placement, number in operation.buckets:
                 if placement == self._number:
@@ -120,7 +120,7 @@ class PlacementMemory:
             yield from () if changes is None else changes(operation.bucket.bucket)
 
     def _updated(self, number: int) -> Changes:
-        """The changes when all of a bucket is updated."""
+        """Return the changes when all of a bucket is updated."""
         return iter(())
 
     def _add(self, what: str, number: int, nbytes: int, kind: str = BUFFERS) -> Allocation:
@@ -132,7 +132,7 @@ class PlacementMemory:
 
 
 class BucketMemory(PlacementMemory):
-    """Parameters that several ranks hold copies of, whole or of shards, bucket by bucket."""
+    """The memory of parameters with copies on several ranks, whole or of shards."""
 
     def __init__(
         self, number: int, plan: BucketPlan, place: int, summands: Sequence[Hashable] = ()
@@ -162,7 +162,7 @@ class BucketMemory(PlacementMemory):
     # --- backward ----------------------------------------------------------------------------
 
     def backward(self, *, again: bool) -> Changes:
-        """Gradients arrive from the last parameter to the first, and buckets are launched."""
+        """Yield changes as gradients arrive, the last parameter first, and buckets launch."""
         order = range(len(self._plan.plan.params) - 1, -1, -1)
         begun: set[int] = set()  # flat buffers
         for index in order if again else ():
@@ -224,7 +224,7 @@ class BucketMemory(PlacementMemory):
         yield self._add("received", number, own * width)
 
     def _in_two(self, transfer: Transfer) -> tuple[int, int, int]:
-        """Elements of this rank's column, and of how many others it hears inside and across."""
+        """Return the elements of this rank's column, and its peers inside a host and across."""
         assert transfer.sizes is not None
         here = self._plan.fabric.per_host
         hosts = self._ranks // here
@@ -237,17 +237,17 @@ class BucketMemory(PlacementMemory):
 
     @property
     def _copies(self) -> int:
-        """Segments of its size that an exchange has room for on this rank."""
+        """Return the number of segments for which an exchange allocates on this rank."""
         return self._ranks if self._in_middle else self._ranks - 1
 
     def _travels_apart(self, transfer: Transfer) -> bool:
-        """True if not the flat buffer itself is sent."""
+        """Whether a buffer other than the flat one is sent."""
         exchange = transfer.traffic is Traffic.EXCHANGE
         divided = divides_first(transfer.dtype, self._ranks, exchange=exchange)
         return divided or self._plan.options.reduce_dtype is not None
 
     def _land(self, number: int) -> Changes:
-        """The sum lies in the packed buffer, in the received one, or in one of its own."""
+        """Yield changes of a sum that is in the packed, the received or an own buffer."""
         bucket = self._plan.plan.buckets[number]
         transfer = self._exchanges[number].reduce.transfer
         dtype, wide = transfer.dtype, torch.promote_types(transfer.dtype, torch.float32)
@@ -269,9 +269,9 @@ class BucketMemory(PlacementMemory):
             yield from self._drop(number, "sum", "received")  # it takes the place of its segment
 
     def _average(self, number: int) -> Changes:
-        """Wait, and where every rank needs all sums gather them.
+        """Yield changes of a wait for sums, and of their all-gather if every rank needs all.
 
-        What are summands still is added up over the mesh, side by side.
+        Gradients that are still summands in the mesh are then summed over it, in a buffer per key.
         """
         exchanges = self._exchanges[number]
         if self._plan.shape.reduces:
@@ -302,7 +302,7 @@ class BucketMemory(PlacementMemory):
         return self._plan.sums_in_mesh(number, self._place, self._summands)
 
     def _updated(self, number: int) -> Changes:
-        """Averaged gradients of parts of blocks stay until the step is over, with all beside."""
+        """Yield changes of an update; averaged gradients of parts of blocks stay allocated."""
         pieces = self._owned(number).pieces
         blocks = [piece.param for piece in pieces if piece.block is not None and piece.size]
         stay = [self._summands[param] for param in blocks if self._plan.even is not None]
@@ -325,9 +325,9 @@ class BucketMemory(PlacementMemory):
     def _gather(
         self, what: str, number: int, transfer: Transfer, *, cat: bool, into: bool
     ) -> Allocation:
-        """To send this rank's segment, and to receive those of others.
+        """Return the allocation to send this rank's segment and to receive the other ones.
 
-        cat: it is put together first. into: what comes has its place.
+        cat: the segment is concatenated first. into: segments are received in place.
         """
         assert transfer.sizes is not None
         own, whole, width = transfer.sizes[self._place], transfer.elements, transfer.dtype.itemsize
@@ -345,7 +345,7 @@ class BucketMemory(PlacementMemory):
         return self._drop(number, "gather", "room")
 
     def _arriving(self, transfer: Transfer) -> int:
-        """Elements of room for what others send."""
+        """Return the elements allocated for data from other ranks."""
         assert transfer.sizes is not None
         if self._in_middle or transfer.traffic in IN_ONE_CALL:
             return transfer.elements
@@ -353,9 +353,9 @@ class BucketMemory(PlacementMemory):
 
 
 class BlockMemory(PlacementMemory):
-    """The blocks of DTensors of one mesh, chunk by chunk.
+    """The memory of the blocks of DTensors of one mesh.
 
-    gradients: where these come reduced; (): they come from buckets.
+    gradients: bytes of gradients that come reduced; (): gradients come from buckets.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class BlockMemory(PlacementMemory):
         }
 
     def begin(self) -> Changes:
-        """Gradients of which ranks have summands are added up side by side, and stay there."""
+        """Yield changes of summing gradients over ranks, in buffers that stay."""
         sums = self._plan.gradient_sums(self._summands)
         for number, (_, dtype, params) in enumerate(sums):
             elements = sum(self._plan.held[index].boxes[self._place].numel for index in params)
@@ -388,12 +388,12 @@ class BlockMemory(PlacementMemory):
                 yield from self._drop(index, "gradient")
 
     def _parts(self, chunk: Chunk) -> list[int]:
-        """Elements of each block of which this rank holds a part."""
+        """Return the elements of the part of each block that this rank holds, if any."""
         held = (planned.held.box_of(self._place) for planned in chunk.blocks)
         return [box.numel for box in held if box is not None]
 
     def _collect(self, number: int) -> Changes:
-        """Directions of the parts, what is sent and what comes."""
+        """Yield buffers for directions of parts, for sending and for receiving."""
         chunk = self._plan.chunks[number]
         dtype, wide, parts = chunk.dtype, chunk.wide, self._parts(chunk)
         yield self._add("prepared", number, sum(parts) * wide.itemsize)
@@ -404,7 +404,7 @@ class BlockMemory(PlacementMemory):
         yield self._add("coming", number, coming[self._place] * dtype.itemsize)
 
     def _transform(self, number: int) -> Changes:
-        """Blocks are put together, and those of one shape transformed at once."""
+        """Yield changes of assembling blocks, and transforming those of one shape at once."""
         chunk = self._plan.chunks[number]
         owned, wide = [r for r in chunk.blocks if self._place in r.owners], chunk.wide
         yield from self._drop(number, "collected")
@@ -424,7 +424,7 @@ class BlockMemory(PlacementMemory):
         yield from self._drop(number, "blocks")
 
     def _give_back(self, number: int) -> Changes:
-        """Directions are sent and come; state of whole blocks, which goes along, is small."""
+        """Yield changes of sending directions; state of whole blocks is too small to count."""
         chunk = self._plan.chunks[number]
         assert chunk.giving_back is not None
         dtype, place = chunk.dtype, self._place
@@ -445,13 +445,13 @@ class BlockMemory(PlacementMemory):
         yield Passing(copied if len(out) > 1 else 0)
 
     def _sum(self, number: int) -> Changes:
-        """Terms of one part after the other."""
+        """Yield changes of computing the terms of sums, one part at a time."""
         chunk = self._plan.chunks[number]
         yield from self._drop(number, "returned")
         yield Passing(max(self._parts(chunk), default=0) * chunk.wide.itemsize)
 
     def _apply(self, number: int) -> Changes:
-        """One part after the other."""
+        """Yield changes of the update, one part at a time."""
         chunk = self._plan.chunks[number]
         yield from self._drop(number, "returned")
         yield Passing(max(self._parts(chunk), default=0) * chunk.wide.itemsize)
@@ -459,7 +459,7 @@ class BlockMemory(PlacementMemory):
 
 
 def _lies_together(part: PackedPart, planned: PlannedBlock) -> bool:
-    """True if a part of a direction is one stretch: dims after the first long one are whole.
+    """Whether a part of a direction is contiguous: dims after the first long one are whole.
 
     A tall block is computed as a wide one, and its direction is the transpose of that.
     """

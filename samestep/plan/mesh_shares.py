@@ -2,9 +2,10 @@
 
     whole parameter -> an even share of it -> the plan -> the plan of this rank's shards
 
-Who owns which block, and in which bucket it travels, is decided for an even share of every
-parameter, so that all ranks of a mesh decide alike. `restrict_to_shards` then replaces each piece
-of an even share by what this rank holds of the same block, or by the same fraction of its elements.
+Owners and buckets of blocks are decided for an even share of every parameter, so that all ranks of
+a mesh decide alike. `restrict_to_shards` then replaces each piece
+of an even share by the part that this rank holds of the same block, or by the same fraction of
+its elements.
 Ranks with copies hold equal shards, so they get the same plan.
 
 Among ranks with copies each block has one primary holder, which has the mean gradient of its shard
@@ -24,9 +25,9 @@ from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPl
 
 
 def even_share(spec: ParamSpec, boxes: Sequence[Box]) -> ParamSpec:
-    """The even share that every rank of a mesh counts with of a parameter.
+    """Return the even share of a parameter with which every rank of a mesh plans.
 
-    boxes: of the parameter, by rank of the mesh.
+    boxes: boxes of the parameter by rank of the mesh.
     A stack of experts that is cut evenly between its matrices is a smaller stack on every rank.
     """
     parts = len({box for box in boxes if box.numel}) or 1
@@ -43,7 +44,7 @@ def even_share(spec: ParamSpec, boxes: Sequence[Box]) -> ParamSpec:
 
 
 def shard_spec(share: ParamSpec, box: Box) -> ParamSpec:
-    """The shard `box` of the whole parameter, as a parameter of its own that a plan can be for.
+    """Return the shard `box` of the whole parameter as a parameter that can be planned.
 
     Raises:
         ValueError: The shard has no rows and columns of a block.
@@ -60,9 +61,9 @@ def shard_spec(share: ParamSpec, box: Box) -> ParamSpec:
 
 
 def part_of_block(block: Block, shape: Shape, box: Box) -> Box:
-    """The rows and columns of a block that a rank has which holds `box` of a parameter of `shape`.
+    """Return the rows and columns of a block in `box`, one rank's part of a parameter.
 
-    They are counted from the block's first ones. A convolution's weight is the matrix
+    Offsets are relative to the block. `shape` is the parameter's; a convolution is the matrix
     (out, all the rest).
     """
     of_block = block_box(block, shape)
@@ -81,9 +82,9 @@ def part_of_block(block: Block, shape: Shape, box: Box) -> Box:
 
 
 def _block_of_shard(block: Block, number: int, share: ParamSpec, box: Box) -> Block:
-    """A block of an even share, as the rows and columns of it that a shard has.
+    """Return the rows and columns that a shard has of a block of an even share.
 
-    A block of which the shard has nothing is empty, and known by its number.
+    If the shard has nothing of it, the block is empty and identified by its number.
     """
     assert share.whole is not None
     first = box.offsets[0] if share.stacks > 1 else 0
@@ -101,7 +102,7 @@ def _block_of_shard(block: Block, number: int, share: ParamSpec, box: Box) -> Bl
 def restrict_to_shards(
     plan: ShardingPlan, shards: Sequence[ParamSpec], *, flat: bool
 ) -> ShardingPlan:
-    """The plan of even shares, restricted to the shards of this rank, as `shard_spec` gives them.
+    """Restrict a plan of even shares to the shards of this rank, made by `shard_spec`.
 
     Raises:
         ValueError: With flat buffers, where ranks hold more or less than an even share.
@@ -150,12 +151,12 @@ def _require_even(plan: ShardingPlan, shards: Sequence[ParamSpec]) -> None:
 class PrimaryBlock(NamedTuple):
     """A whole block of which a rank is the primary holder, planned as a parameter of its own.
 
-    piece: of the plan of shards; it stands for one block of each rank's stack of experts.
-    stack: which of these blocks this is.
-    of: the whole parameter, and `block` in it.
+    piece: its piece in the plan of shards, which stands for one block of each stack of experts.
+    stack: index of the block among these.
+    of: the whole parameter, in which the block is `block`.
     spec: the block as a parameter, (rows, cols).
-    held: which rows and columns of it each rank of the mesh holds.
-    counted: whether this rank is the one that counts, of all that have copies, in sums over ranks.
+    held: rows and columns of the block that each rank of the mesh holds.
+    counted: whether this rank, among all with copies, counts the block in sums over ranks.
     """
 
     piece: Piece
@@ -168,10 +169,10 @@ class PrimaryBlock(NamedTuple):
 
 
 def primary_blocks(plan: ShardingPlan, held: Sequence[RankBoxes], place: int) -> list[PrimaryBlock]:
-    """The blocks of which the rank at `place` among those with copies is the primary holder.
+    """Return the blocks of which the rank at `place` among ranks with copies is primary holder.
 
-    plan: for even shares, or restricted to shards.
-    held: by whole parameter what each rank of a mesh holds of it. All ranks of the mesh get the
+    plan: a plan for even shares, or restricted to shards.
+    held: by whole parameter the boxes of all ranks of a mesh. All ranks of the mesh get the
         same list.
     """
     found = list[PrimaryBlock]()
@@ -186,21 +187,21 @@ def primary_blocks(plan: ShardingPlan, held: Sequence[RankBoxes], place: int) ->
 class BlockOwners(NamedTuple):
     """The owners, in a mesh, of the blocks that pieces stand for: one of each stack.
 
-    rank: of the mesh, whose blocks these are.
+    rank: this rank in the mesh, the default of `stacks`.
     """
 
     by_piece: Mapping[Piece, Sequence[Sequence[int]]]
     rank: int
 
     def stacks(self, piece: Piece, rank: int | None = None) -> list[int]:
-        """The stacks of a piece whose block this rank owns, or another one."""
+        """Return the stacks of a piece whose block this rank, or the given rank, owns."""
         owner = self.rank if rank is None else rank
         owners = self.by_piece.get(piece, ())
         return [stack for stack, ranks in enumerate(owners) if owner in ranks]
 
 
 def block_owners(items: Sequence[PrimaryBlock], chunks: Iterable[Chunk], rank: int) -> BlockOwners:
-    """Who owns the primary blocks at one place among those with copies, which move in `chunks`."""
+    """Return the owners of primary blocks at one place among copies, sent in `chunks`."""
     found: dict[Piece, dict[int, Sequence[int]]] = {}
     for planned in (planned for chunk in chunks for planned in chunk.blocks):
         item = items[planned.param]

@@ -3,8 +3,8 @@
     tensor a  [ 0 1 2 3 4 5 ]        buffer  [ a: 2 3 | b: 0 1 2 | a: 4 5 | gap ]
     tensor b  [ 0 1 2 ]
 
-Buckets, flat buffers, what a rank sends in an exchange and what it gets, and the tables of kernels
-are packings. A packing is pure data: whoever has the buffer and the tensors copies.
+Buckets, flat buffers, send and receive buffers of exchanges, and the tables of kernels are
+packings. A packing is pure data: code that has the buffer and the tensors copies values.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from samestep.plan.layouts import Key
 class PackedPart(NamedTuple):
     """A box of a tensor and its range in a buffer.
 
-    rank: whose it is: the owner of a part of a bucket; where a part goes to, or comes from.
-    slices: of the tensor that the rank with the buffer holds, or needs; of a parameter that is cut
-        anywhere, one slice of all its elements.
+    rank: the owner of a part of a bucket; the receiver or sender of a part of an exchange.
+    slices: slices of the tensor that the rank with the buffer holds or needs; one slice of the
+        flattened parameter, if that is cut anywhere.
     """
 
     rank: int
@@ -31,12 +31,12 @@ class PackedPart(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """The stretch of the buffer that it takes."""
+        """Return the range of the part in the buffer."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def elements(self) -> slice:
-        """The elements that it has of a flattened tensor; for parts of buckets."""
+        """Return the range of the part in the flattened tensor; for parts of buckets."""
         (elements,) = self.slices
         return elements
 
@@ -44,7 +44,7 @@ class PackedPart(NamedTuple):
 class Packing(NamedTuple):
     """All parts of a buffer in order; gaps may follow any of them.
 
-    sizes: elements of the buffer by rank, gaps included: those of one rank lie together.
+    sizes: elements of the buffer by rank, gaps included; parts of one rank are contiguous.
     """
 
     parts: Sequence[PackedPart]

@@ -1,6 +1,6 @@
-"""The plan of a placement on all of its ranks: what is decided for it before the first step.
+"""The plan of a placement on all of its ranks: all decisions before the first step.
 
-A placement is parameters that are reduced, updated and sent alike. Its ranks form a grid:
+A placement is a set of parameters that are reduced, updated and sent alike. Its ranks form a grid:
 
               a mesh: each rank holds other shards of its DTensors
     copies    rank 0   rank 1   rank 2
@@ -9,10 +9,10 @@ A placement is parameters that are reduced, updated and sent alike. Its ranks fo
 Ranks of a column hold copies. They average gradients bucket by bucket, each updates its pieces, and
 all gather what the others have updated: `BucketPlan`. Ranks of a row bring blocks together on their
 owners, chunk by chunk: `BlockPlan`. Plain parameters are one column. DTensors whose gradients
-somebody else averages, such as FSDP2, are one row, without buckets.
+are averaged outside samestep, as by FSDP2, are one row, without buckets.
 
-`plan_placement` makes it from specs, options and a topology, with no process group and no tensor:
-an optimizer runs what its rank has of it, and `estimate` reads what any rank would have.
+`plan_placement` makes the plan from specs, options and a topology, with no process group and no
+tensor: an optimizer runs the part of its rank, and `estimate` reads the part of any rank.
 """
 
 from collections.abc import Hashable, Sequence
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 class Topology:
     """The ranks of a placement, as numbers.
 
-    device: of the parameters.
-    fabric: the links between ranks with copies; None: somebody else averages their gradients.
+    device: device of the parameters.
+    fabric: the links between ranks with copies; None: gradients are averaged elsewhere.
     held: by parameter which box of it each rank of the mesh holds; None: parameters are plain.
-    outer: groups of ranks that do the same; None: there are no others.
+    outer: number of groups of ranks that reduce the same buckets; None: there is one.
     uneven: the backend gathers unequal lengths in one call.
     """
 
@@ -64,7 +64,7 @@ class Topology:
 
     @property
     def mesh_ranks(self) -> int:
-        """The number of ranks of a mesh; 1: parameters are plain."""
+        """Return the number of ranks of a mesh; 1: parameters are plain."""
         return 1 if self.held is None else len(self.held[0].boxes)
 
 
@@ -76,14 +76,14 @@ def plan_placement(
     places: Sequence[int] = (),
     watched: bool = False,
 ) -> "PlacementPlan":
-    """Plan for parameters in the order in which forward uses them.
+    """Plan a placement for parameters given in the order in which forward uses them.
 
-    places: how late forward uses each; -1: nobody knows.
-    watched: modules wait for all of them, so that gathers may go on while the next forward runs.
+    places: by parameter how late forward uses it; -1: unknown.
+    watched: modules wait for all parameters, so that gathers may overlap with the next forward.
 
     Raises:
-        ValueError: Two levels are asked for where there are none, or what shares a scale in 8 bits
-            is cut.
+        ValueError: Two levels are asked for where there are none, or elements that share an
+            8-bit scale are cut.
     """
     held, fabric = topology.held, topology.fabric
     for spec, of_ranks in () if held is None else zip(specs, held, strict=True):
@@ -113,10 +113,10 @@ def plan_placement(
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """The plan of parameters that several ranks hold copies of, on one of them.
+    """The plan, on one rank, of parameters that several ranks hold copies of.
 
-    plan: who updates which pieces, in which buckets; of DTensors for the shards of the rank.
-    policy: which collectives carry the buckets.
+    plan: buckets, pieces and their owners; of DTensors for the shards of the rank.
+    policy: the choice of collectives for buckets.
     fabric: the links between the ranks with copies.
     places: how late forward uses each parameter.
     watched: modules wait for all of the parameters.
@@ -133,7 +133,7 @@ class BucketPlan:
     even: ShardingPlan | None = None
 
     def restricted_to(self, shards: Sequence[ParamSpec]) -> "BucketPlan":
-        """The plan of a rank that holds these shards; this one is for even shares.
+        """Restrict this plan, which is for even shares, to a rank that holds `shards`.
 
         Raises:
             ValueError: With flat buffers, where shards are not equal.
@@ -142,23 +142,23 @@ class BucketPlan:
         return replace(self, plan=plan, even=self.plan)
 
     def place(self, rank: int) -> int:
-        """The segment of buckets that a rank has: in two levels those of a column lie together."""
+        """Return the segment number of a rank; in two levels a column has adjacent segments."""
         if self.policy.levels == 1:
             return rank
         host, here = divmod(rank, self.fabric.per_host)
         return here * self.fabric.hosts + host
 
     def owned(self, number: int, place: int) -> Segment:
-        """The pieces that a rank updates of a bucket."""
+        """Return the pieces that a rank updates of a bucket."""
         return self.plan.buckets[number].owned(place)
 
     def sums_in_mesh(
         self, number: int, place: int, summands: Sequence[Hashable]
     ) -> dict[Hashable, int]:
-        """Elements that a rank adds up over its mesh, of what it has averaged of a bucket.
+        """Count by key the averaged elements of a bucket that a rank sums over its mesh.
 
-        summands: by parameter a key of the gradients that are added up at once, where backward
-            leaves the ranks of a mesh summands of them; None: a gradient is whole.
+        summands: by parameter the key of gradients that are summed together, if backward
+            leaves the ranks of a mesh summands of it; None: a gradient is whole.
         """
         found: dict[Hashable, int] = {}
         for piece in self.owned(number, place).pieces if summands else ():
@@ -169,7 +169,7 @@ class BucketPlan:
 
     @cached_property
     def gradient_dtypes(self) -> list[torch.dtype]:
-        """By bucket the dtype that holds the gradients of all its parameters."""
+        """Return by bucket a dtype that holds the gradients of all its parameters."""
         params = self.plan.params
         return [
             reduce(torch.promote_types, (params[i].gradient_dtype for i in bucket.params))
@@ -178,7 +178,7 @@ class BucketPlan:
 
     @cached_property
     def shape(self) -> PlacementShape:
-        """The part of the plan that the schedule of a step depends on."""
+        """Return the part of the plan that the schedule of a step depends on."""
         params, buckets, options = self.plan.params, self.plan.buckets, self.options
         dtypes = [params[bucket.params[0]].torch_dtype for bucket in buckets]  # a bucket has one
         gradients = [options.reduce_dtype or dtype for dtype in self.gradient_dtypes]
@@ -199,7 +199,7 @@ class BucketPlan:
 def shard_plan(
     specs: Sequence[ParamSpec], fabric: Fabric, options: "Distribution", levels: int = 1
 ) -> ShardingPlan:
-    """Cut parameters into pieces and buckets as options ask for, between ranks with these links."""
+    """Cut parameters into pieces and buckets for the ranks of a fabric, as options ask."""
     size = _bucket_size(specs, fabric, options)
     columns = fabric.per_host if levels == 2 else 1
     if options.buffers == "flat":
@@ -222,7 +222,7 @@ _known_sharding = lru_cache(maxsize=2)(shard_plan)
 def refuse_missing_levels(options: "Distribution", fabric: Fabric | None) -> None:
     """Raise if two levels are asked for where there are none.
 
-    fabric: None: the parameters are DTensors, or other groups of ranks have copies of them.
+    fabric: None if parameters are DTensors, or if other groups of ranks have copies of them.
     """
     if not options.two_levels or (fabric is not None and fabric.has_levels):
         return
@@ -239,7 +239,7 @@ def refuse_missing_levels(options: "Distribution", fabric: Fabric | None) -> Non
 def levels_of(
     specs: Sequence[ParamSpec], fabric: Fabric, options: "Distribution", *, on_cpu: bool
 ) -> int:
-    """2: buckets go inside hosts and across them."""
+    """Return 2 if buckets are sent inside hosts and across them in two levels, else 1."""
     asked = options.two_levels
     if asked is None:
         elements = sum(spec.numel for spec in specs)
@@ -254,12 +254,12 @@ def levels_of(
 
 
 def legs_in_a_row(buckets: int, *, on_cpu: bool) -> int:
-    """The number of buckets whose legs go beside each other: on a CPU one."""
+    """Return the number of buckets whose legs inside and across overlap; 1 on a CPU."""
     return 1 if on_cpu else buckets
 
 
 def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, options: "Distribution") -> int:
-    """The elements of a bucket, as asked for or chosen."""
+    """Return the elements of a bucket, as asked for or chosen."""
     if options.bucket_size is not None:
         return options.bucket_size
     waves = None if options.overlap_grad_reduce else options.waves
@@ -268,7 +268,7 @@ def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, options: "Distribut
 
 
 def largest_block(specs: Sequence[ParamSpec]) -> int:
-    """The bytes of the largest block, 0 if there is none."""
+    """Return the bytes of the largest block, 0 if there is none."""
     sizes = (
         block.rows * block.cols * spec.torch_dtype.itemsize
         for spec in specs
@@ -278,7 +278,7 @@ def largest_block(specs: Sequence[ParamSpec]) -> int:
 
 
 def bytes_of(specs: Sequence[ParamSpec]) -> int:
-    """The bytes of parameters, as a rank holds them."""
+    """Return the bytes of parameters, as a rank holds them."""
     return sum(spec.nbytes for spec in specs)
 
 
@@ -286,7 +286,7 @@ def bytes_of(specs: Sequence[ParamSpec]) -> int:
 
 
 class GradientSum(NamedTuple):
-    """Gradients that are added up at once: numbers of their parameters."""
+    """Gradients that are summed in one collective, by the numbers of their parameters."""
 
     summands: Hashable
     dtype: torch.dtype
@@ -295,10 +295,10 @@ class GradientSum(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """The plan of the blocks of DTensors in one mesh: their owners, their chunks, what travels.
+    """The plan of the blocks of DTensors in one mesh: their owners, chunks and exchanges.
 
-    specs: DTensors, or of those that other meshes hold copies of the blocks of which the ranks of
-        this mesh are the primary holders, each as a parameter of its own.
+    specs: the DTensors; if other meshes hold copies of them, the blocks of which ranks of this
+        mesh are the primary holders, each as a parameter of its own.
     held: by parameter which box of it each rank of the mesh holds.
     primary: these blocks, with their pieces of the plan for even shares; (): gradients are not
         averaged here.
@@ -313,7 +313,7 @@ class BlockPlan:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The blocks in chunks, in the order in which they move, and what each chunk sends."""
+        """Return the chunks of blocks in the order in which they are sent, with exchanges."""
         gives_back = self.options.muon_schedule == "parallel"
         size = self.options.chunk_elements(self.device)
         if gives_back:
@@ -341,7 +341,7 @@ class BlockPlan:
         return tuple(found)
 
     def _with_sums(self, chunk: Chunk, number: int) -> Chunk:
-        """A chunk with the sums over each matrix of its blocks that their rules need."""
+        """Return a chunk with the sums over each matrix of its blocks that their rules need."""
         summed = tuple(self.specs[planned.param].sums for planned in chunk.blocks)
         pairs = zip(chunk.blocks, summed, strict=True)
         rows = sum(count * len(planned.block.matrices) for planned, count in pairs)
@@ -354,7 +354,7 @@ class BlockPlan:
         return replace(chunk, sums=sums, summed=summed)
 
     def gradient_sums(self, summands: Sequence[Hashable]) -> list[GradientSum]:
-        """Gradients that are added up over the mesh when a step begins, all that can be at once.
+        """Return gradients to sum over the mesh when a step begins, grouped by key and dtype.
 
         summands: as `BucketPlan.sums_in_mesh` has them.
         """
@@ -370,7 +370,7 @@ class BlockPlan:
 
     @cached_property
     def shape(self) -> PlacementShape:
-        """The part that a schedule depends on: the same on all ranks, whatever each holds."""
+        """Return the part that a schedule depends on: the same on all ranks of the mesh."""
         return PlacementShape(
             bucket_sizes=(sum(prod(spec.shape) for spec in self.specs) // self.ranks,),
             agrees=True,
@@ -395,8 +395,8 @@ class Updated(NamedTuple):
 class RankPlan(NamedTuple):
     """The plan of a placement on one rank: copies, DTensors of a mesh, or both of copied shards.
 
-    place: which segment of buckets is its own.
-    mesh_place: which rank of the mesh it is.
+    place: number of the segment that the rank owns of each bucket.
+    mesh_place: the rank in its mesh.
     """
 
     buckets: BucketPlan | None
@@ -406,7 +406,7 @@ class RankPlan(NamedTuple):
 
     @property
     def specs(self) -> tuple[ParamSpec, ...]:
-        """The parameters, in order of use; of DTensors that are averaged here its shards."""
+        """Return the parameters in order of use; the shards of DTensors that are averaged here."""
         if self.buckets is not None:
             return self.buckets.plan.params
         assert self.blocks is not None
@@ -414,7 +414,7 @@ class RankPlan(NamedTuple):
 
     @property
     def shape(self) -> PlacementShape:
-        """The part of the plan that the schedule of the rank depends on."""
+        """Return the part of the plan that the schedule of the rank depends on."""
         if self.buckets is None:
             assert self.blocks is not None
             return self.blocks.shape
@@ -422,7 +422,7 @@ class RankPlan(NamedTuple):
         return shape if self.blocks is None else shape.with_chunks_of(self.blocks.shape)
 
     def updates(self, number: int) -> list[Updated]:
-        """The pieces that the rank updates in a bucket: no blocks of which it has parts."""
+        """Return the updates of the rank in a bucket, without blocks that span several ranks."""
         if self.buckets is None:
             assert self.blocks is not None
             return [
@@ -437,7 +437,7 @@ class RankPlan(NamedTuple):
         ]
 
     def primary_blocks(self) -> list[PrimaryBlock]:
-        """The blocks of which the rank is the primary holder, with the pieces of its own plan."""
+        """Return blocks of which the rank is primary holder, with the pieces of its own plan."""
         assert self.buckets is not None
         assert self.buckets.even is not None
         assert self.blocks is not None
@@ -450,7 +450,7 @@ class RankPlan(NamedTuple):
 class PlacementPlan:
     """The plan of a placement for all of its ranks.
 
-    buckets: as every rank has it; of DTensors for even shares. None: nobody averages here.
+    buckets: the same on every rank; of DTensors for even shares. None: no averaging here.
     """
 
     specs: tuple[ParamSpec, ...]
@@ -462,7 +462,7 @@ class PlacementPlan:
     _of_pieces: dict[tuple[Piece, ...], BlockPlan] = field(default_factory=dict, init=False)
 
     def buckets_on(self, mesh_place: int) -> BucketPlan | None:
-        """The buckets of a rank of the mesh, restricted to the shards that it holds.
+        """Return the buckets of a rank of the mesh, restricted to the shards that it holds.
 
         Raises:
             ValueError: With flat buffers, where shards are not equal.
@@ -477,7 +477,7 @@ class PlacementPlan:
         return self._of_shards[shards]
 
     def blocks_on(self, place: int) -> BlockPlan | None:
-        """The blocks that come together in the mesh of a rank, by its place among copies."""
+        """Return the block plan of the mesh at `place` among copies; None if there is no mesh."""
         held, ranks, device = self.topology.held, self.topology.mesh_ranks, self.topology.device
         if held is None:
             return None
@@ -495,7 +495,7 @@ class PlacementPlan:
         return self._of_pieces[pieces]
 
     def on_rank(self, rank: int, mesh_place: int = 0) -> RankPlan:
-        """The plan of a rank, by its places among ranks with copies and in its mesh."""
+        """Return the plan of a rank, given its places among ranks with copies and in its mesh."""
         buckets = self.buckets_on(mesh_place)
         place = 0 if buckets is None else buckets.place(rank)
         return RankPlan(buckets, place, self.blocks_on(rank), mesh_place)

@@ -1,14 +1,14 @@
-"""Copies along an axis: whether ranks that hold them have the same gradients, as numbers.
+"""Check that ranks with copies along a mesh axis have gradients of the same parameters.
 
-Ranks of a mesh that differ on one axis alone are a *line*. Of a parameter that is replicated along
-the axis they hold the same part, so that all ranks of the line have a whole gradient of it, or
-none has: whoever updates a copy with less than the others have drifts apart from them. Summands
-are another matter: they are added up, and zeros stand for those that a rank lacks.
+Ranks of a mesh that differ on one axis alone are a *line*. They hold the same part of a
+parameter that is replicated along the axis. So either all ranks of the line must have a whole
+gradient of it, or none: a rank that updates its copy with less than the others drifts apart from
+them. Summands of a gradient may be missing on a rank: they are added up, with zeros in their place.
 
 A rank says of each such parameter, in a bit, whether its gradient is whole along the axis. The
 largest and the smallest numbers in a line, of these bits and the rank's place, tell whether
 all have said the same; if not, the first bit in which they differ names a parameter, and their
-places two ranks that differ about it.
+places name two ranks that differ about it.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ class LackedGradient(NamedTuple):
 class ReplicatedAlong(NamedTuple):
     """The parameters that are replicated along one axis of a mesh.
 
-    params: their numbers.
-    lines: along that axis, in the mesh and in those that hold copies of all of it.
-    ranks: of all these meshes.
+    params: numbers of the parameters.
+    lines: number of lines along the axis, in the mesh and in meshes that hold copies of it.
+    ranks: number of ranks of all these meshes.
     """
 
     axis: int
@@ -52,11 +52,11 @@ class ReplicatedAlong(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """The number of elements that ranks send: two of every word and line."""
+        """Return the number of elements that a rank sends: two per word and line."""
         return 2 * self.lines * self._words
 
     def votes(self, whole: Sequence[bool], line: int, place: int) -> Tensor:
-        """The votes of a rank on each parameter, (elements,); `place`: which of all ranks it is."""
+        """Return the votes of the rank at `place` of all ranks, of shape (elements,)."""
         largest = (1 << self._bits) - 1
         votes = torch.zeros(2, self.lines, self._words, dtype=torch.int64)
         for word in range(self._words):
@@ -68,7 +68,7 @@ class ReplicatedAlong(NamedTuple):
         return votes.view(-1)
 
     def difference(self, votes: Tensor) -> LackedGradient | None:
-        """The first one in the largest votes of all ranks; None: they agree."""
+        """Return the first difference in the largest votes of all ranks; None if they agree."""
         largest = (1 << self._bits) - 1
         highest, lowest = votes.view(2, -1)
         bits, places = highest // self.ranks, highest % self.ranks
@@ -85,9 +85,9 @@ class ReplicatedAlong(NamedTuple):
 def replicated_along(
     sizes: Sequence[int], replicated: Sequence[Sequence[int]], copies: int = 1
 ) -> tuple[ReplicatedAlong, ...]:
-    """Parameters replicated along each axis of a mesh; `replicated`: those axes of each parameter.
+    """Return the parameters replicated along each mesh axis, from the axes of each parameter.
 
-    copies: meshes that hold copies of all of it.
+    copies: number of meshes that hold copies of all parameters.
     """
     found = []
     for axis, size in enumerate(sizes):
@@ -99,12 +99,12 @@ def replicated_along(
 
 
 def replicated_by_all(params: int, ranks: int) -> tuple[ReplicatedAlong, ...]:
-    """Plain parameters of which all ranks have the same gradients, as one axis."""
+    """Return plain parameters, replicated by all ranks, as a mesh with one axis."""
     return replicated_along((ranks,), [[0]] * params)
 
 
 def line_through(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:
-    """The line along an axis that goes through a place of a mesh; `copy`: of so many meshes."""
+    """Return the number of the line along an axis through a coordinate of mesh `copy`."""
     number = copy
     for other, size in enumerate(sizes):
         if other != axis:

@@ -1,23 +1,23 @@
-"""The schedule of a step: its operations in order, with what they send, as data.
+"""The schedule of a step as data: its operations in order, with their collectives.
 
     Agree ... Reduce ... Average ... Clip   Update Gather Place   Update Gather Place ...
 
 Reductions are all started first (by backward, where they overlap with it), in the one order in
-which all ranks launch them: from what backward reaches first to what it reaches last. Updates
-go in waves: while a wave is computed, the parameters of the wave before are on their way.
-Where gathers overlap with the next forward, nothing is placed here.
+which all ranks launch them: from the first bucket that backward completes to the last. Updates
+go in waves: while one wave is computed, the parameters of the previous wave are gathered.
+If gathers overlap with the next forward, a step has no `Place`.
 
 Blocks of DTensors come together in chunks, after the waves:
 
     Collect   Transform GiveBack Apply   Transform GiveBack Apply ...
 
-Before a chunk is applied, `Sum` adds up over ranks what its rules need of whole blocks, if any do.
+If rules need sums over whole blocks, `Sum` adds them up over ranks before a chunk is applied.
 
-Where ranks average copies of DTensors themselves, a block comes together from averaged parts, and
-is gathered when it was applied.
+If the optimizer averages copies of DTensors, a block is collected from averaged parts, and the
+parts are gathered after the block was applied.
 
-State that stays on the host comes in windows, each into a staging buffer of the device: the next
-one comes while one is updated and the one before returns:
+State that stays on the host is copied in windows, each into a staging buffer of the device: while
+one window is updated, the next is fetched and the previous returned:
 
     Fetch 0   Fetch 1 Update 0 Return 0   Fetch 2 Update 1 Return 1 ...
 """
@@ -44,10 +44,10 @@ Stage = Literal["update", "chunk"]
 
 
 class WindowId(NamedTuple):
-    """State on the host that travels together: some of a bucket's, or what a chunk needs.
+    """State on the host that is copied together: a part of a bucket's, or all of a chunk's.
 
-    stage: what it is needed for: to update a bucket, or for a chunk from when it is collected
-        until it is applied.
+    stage: the use of the window: "update" of a bucket, or "chunk", from the time the chunk is
+        collected until it is applied.
     """
 
     bucket: BucketId
@@ -85,7 +85,7 @@ S = TypeVar("S", bound=_Sends)
 
 
 class Reduce(_Sends):
-    """Start adding up the gradients of a bucket over ranks."""
+    """Start summing the gradients of a bucket over ranks."""
 
     sends = "reduce"
 
@@ -99,10 +99,10 @@ class Agree:
 
 @dataclass(frozen=True)
 class Average(_About):
-    """Wait for a reduction, and divide.
+    """Wait for the reduction of a bucket, and divide the sums.
 
-    Before that it may have to be gathered, and added up over groups that do the same: `outer` has
-    what a rank at each place of its group does.
+    Before the division, sums may be gathered, and added up over groups of ranks: `outer` has
+    the collectives of a rank by its place in its group.
     """
 
     sums: Transfer | None = field(default=None, compare=False, repr=False)
@@ -111,12 +111,12 @@ class Average(_About):
 
 @dataclass(frozen=True)
 class Clip:
-    """Combine the joint norm of all gradients, and decide by it."""
+    """Combine the joint norm of all gradients over ranks, and decide how to clip by it."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Run the rules on what this rank owns in some buckets: one wave, or one window of a bucket."""
+    """Run the rules on pieces that this rank owns: of a wave of buckets, or one window."""
 
     buckets: tuple[BucketId, ...]
     window: WindowId | None = None
@@ -124,13 +124,13 @@ class Update:
 
 
 class Gather(_Sends):
-    """Start sending the updated parts of a bucket to everyone."""
+    """Start sending the updated parts of a bucket to all ranks."""
 
     sends = "gather"
 
 
 class Place(_About):
-    """Wait for a gather, and copy what arrived into the parameters."""
+    """Wait for a gather, and copy the received values into the parameters."""
 
 
 class Collect(_Sends):
@@ -144,24 +144,24 @@ class Transform(_About):
 
 
 class GiveBack(_Sends):
-    """Start sending the directions of a chunk to those who hold parts of its blocks."""
+    """Start sending the directions of a chunk to the ranks that hold parts of its blocks."""
 
     sends = "giving_back"
 
 
 class Sum(_Sends):
-    """Wait for the directions of a chunk, and start adding up what rules need of whole blocks."""
+    """Wait for the directions of a chunk, and start the sums over whole blocks that rules need."""
 
     sends = "sums"
 
 
 class Apply(_About):
-    """Wait for the directions of a chunk, or for such sums, and step."""
+    """Wait for the directions or the sums of a chunk, and update its parameters."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Combine what `metrics()` tells of the updates."""
+    """Combine the values of updates that `metrics()` returns over ranks."""
 
 
 OfChunk = Collect | Transform | GiveBack | Sum | Apply
@@ -172,7 +172,7 @@ Schedule = tuple[Operation, ...]
 
 
 def describe_operation(operation: Operation) -> str:
-    """An operation as text: "Reduce 0.3" is about bucket 3 of placement 0."""
+    """Return an operation as text: "Reduce 0.3" is about bucket 3 of placement 0."""
     of_window = ""
     match operation:
         case Update(buckets, window):
@@ -192,7 +192,7 @@ def describe_operation(operation: Operation) -> str:
 
 
 class PlacementShape(NamedTuple):
-    """All that a schedule needs of a placement: elements per bucket, and its collectives."""
+    """All data of a placement that a schedule needs: elements per bucket, and its collectives."""
 
     bucket_sizes: tuple[int, ...]
     agrees: bool  # on presence, with other ranks; only then its buckets are gathered
@@ -213,7 +213,7 @@ class PlacementShape(NamedTuple):
     chunk_windows: tuple[int, ...] = ()  # of each chunk
 
     def with_chunks_of(self, blocks: "PlacementShape") -> "PlacementShape":
-        """This shape, with blocks that come together in the chunks of another."""
+        """Return this shape with the chunks of another."""
         return self._replace(
             chunks=blocks.chunks,
             gives_back=blocks.gives_back,
@@ -221,18 +221,18 @@ class PlacementShape(NamedTuple):
         )
 
     def sending(self, kind: type[S], about: BucketId) -> S:
-        """An operation about a bucket or a chunk, with what it sends."""
+        """Return an operation about a bucket or a chunk, with its collective."""
         every = self.exchanges if kind in (Reduce, Gather) else self.planned_chunks
         exchange = getattr(every[about.bucket], kind.sends) if every else None
         return kind(about, transfer_of(exchange))
 
     def applied(self, chunk: BucketId) -> list[Operation]:
-        """The end of a chunk: sums over its blocks, if rules need any, and the step."""
+        """Return the last operations of a chunk: `Sum`, if rules need any, and `Apply`."""
         sums = self.planned_chunks and self.planned_chunks[chunk.bucket].sums is not None
         return [self.sending(Sum, chunk), Apply(chunk)] if sums else [Apply(chunk)]
 
     def average(self, bucket: BucketId) -> Average:
-        """The average of a bucket, with what it sends; nothing if gradients come reduced."""
+        """Return the `Average` of a bucket, with no collective if gradients come reduced."""
         if not self.exchanges or not self.reduces:
             return Average(bucket)
         own = self.exchanges[bucket.bucket]
@@ -240,16 +240,17 @@ class PlacementShape(NamedTuple):
 
 
 def launch_order(placements: Sequence[Sequence[int]]) -> list[BucketId]:
-    """Buckets by how late forward uses them, the latest first; `placements[i][j]` is of bucket j.
+    """Sort buckets by how late forward uses them, the latest first.
 
-    Of several that are used at once, in the order of placements.
+    `placements[i][j]` is the place of bucket j of placement i in forward. Buckets with equal
+    places stay in the order of placements.
     """
     each = [BucketId(n, b) for n, places in enumerate(placements) for b in range(len(places))]
     return sorted(each, key=lambda bucket: -placements[bucket.placement][bucket.bucket])
 
 
 def reductions_in_order(placements: Sequence[PlacementShape]) -> list[BucketId]:
-    """The buckets that are reduced, in the order in which all ranks launch them."""
+    """Return the buckets that are reduced, in the order in which all ranks launch them."""
     order = launch_order([p.places or [-1] * len(p.bucket_sizes) for p in placements])
     return [bucket for bucket in order if placements[bucket.placement].reduces]
 
@@ -262,7 +263,7 @@ def step_schedule(
     measure: bool,
     chunks_ahead: int = 1,
 ) -> Schedule:
-    """The operations of one step over all placements."""
+    """Return the operations of one step over all placements."""
     buckets = [
         BucketId(number, bucket)
         for number, placement in enumerate(placements)
@@ -311,11 +312,11 @@ def step_schedule(
 
 
 def _pipelines(placements: Sequence[PlacementShape]) -> list[list[BucketId]]:
-    """Chunks that follow each other.
+    """Group chunks in pipelines, in each of which chunks follow each other.
 
-    How many there are of blocks whose copies are averaged depends on what a rank is the primary
-    holder of. So these have pipelines of their own, or all others would be collected sooner on some
-    ranks than on others, and groups of ranks are shared.
+    If copies are averaged here, the number of chunks depends on the blocks of which a rank is the
+    primary holder. So these chunks have pipelines of their own: otherwise ranks that share a
+    process group would collect the other chunks in different orders.
     """
     each = [[BucketId(n, c) for c in range(p.chunks)] for n, p in enumerate(placements)]
     alike = [
@@ -328,10 +329,10 @@ def _pipelines(placements: Sequence[PlacementShape]) -> list[list[BucketId]]:
 def _chunks(
     placements: Sequence[PlacementShape], chunks: Sequence[BucketId], ahead: int
 ) -> list[Operation]:
-    """Chunks in a pipeline; the first `ahead` are on their way already.
+    """Return the operations of a pipeline of chunks, of which `ahead` are collected early.
 
-    While a chunk is computed, the next are collected and the one before is given back; with none
-    ahead nothing is: each chunk is waited for, there and back.
+    While a chunk is computed, the next are collected and the one before is given back; with
+    `ahead` of 0 nothing overlaps: each chunk is waited for in both directions.
     """
     late = min(1, ahead)  # a chunk is applied after the next one was computed
     operations: list[Operation] = []
@@ -351,7 +352,7 @@ def _chunks(
 def _waves(
     placements: Sequence[PlacementShape], buckets: Sequence[BucketId], waves: int
 ) -> list[tuple[BucketId, ...]]:
-    """Neighbouring buckets in at most `waves` runs of about equal size."""
+    """Group neighbouring buckets in at most `waves` waves of about equal size."""
     total = sum(sum(placement.bucket_sizes) for placement in placements)
     runs: list[list[BucketId]] = [[] for _ in range(waves)]
     done = 0
@@ -367,7 +368,7 @@ def _waves(
 
 
 def staging_bytes(schedule: Schedule) -> tuple[int, ...]:
-    """The size of every staging buffer that a schedule needs."""
+    """Return the bytes of every staging buffer that a schedule needs."""
     sizes: dict[int, int] = defaultdict(int)
     for operation in schedule:
         if isinstance(operation, Fetch):
@@ -376,7 +377,7 @@ def staging_bytes(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _updates(placements: Sequence[PlacementShape], wave: Sequence[BucketId]) -> list[Operation]:
-    """A wave at once; what has windows, window by window."""
+    """Return the updates of a wave: one for buckets without windows, and one per window."""
     found: list[Operation] = []
     resident: list[BucketId] = []
     for bucket in wave:
@@ -393,11 +394,11 @@ def _updates(placements: Sequence[PlacementShape], wave: Sequence[BucketId]) -> 
 def _with_travel(
     placements: Sequence[PlacementShape], operations: Sequence[Operation]
 ) -> Iterator[Operation]:
-    """Operations with the windows that they need: each is fetched while the one before is used.
+    """Insert fetches and returns of windows: each is fetched while the previous is used.
 
-    A staging buffer is filled again when another one has been returned since it was: then its own
-    return is over, or all links are busy anyway. So three are enough where windows follow each
-    other.
+    A staging buffer is reused only after another buffer was returned later: by then its own
+    return is over, or all links are busy anyway. So three buffers are enough for consecutive
+    windows.
     """
     sizes: dict[WindowId, int] = {}
     for operation in operations:
@@ -425,7 +426,7 @@ def _with_travel(
 
 
 def _needs(placements: Sequence[PlacementShape], operation: Operation) -> dict[WindowId, int]:
-    """The windows that have to be there for an operation, and were not needed before; bytes."""
+    """Return the windows, with bytes, that an operation is the first to need."""
     match operation:
         case Update(_, window) if window is not None:
             of_bucket = placements[window.bucket.placement].windows[window.bucket.bucket]
@@ -436,7 +437,7 @@ def _needs(placements: Sequence[PlacementShape], operation: Operation) -> dict[W
 
 
 def _releases(placements: Sequence[PlacementShape], operation: Operation) -> dict[WindowId, int]:
-    """The windows that nobody needs after an operation."""
+    """Return the windows, with bytes, that no later operation needs."""
     if isinstance(operation, Apply):
         return _of_chunk(placements, operation.bucket)
     return {} if isinstance(operation, Collect) else _needs(placements, operation)

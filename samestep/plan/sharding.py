@@ -1,9 +1,9 @@
-"""Plans for replicated parameters: who reduces, updates and sends which part of each.
+"""Plans for replicated parameters: the rank that reduces, updates and sends each part.
 
 Every part is a flat range of a contiguous parameter: a slice for an elementwise rule, a
 whole block for a matrix rule. Parameters are cut into buckets in reverse order of use, the
 order in which backward finishes them; in each bucket every rank has one segment, the parts
-it owns. A reduction gives each rank the sum of its segment, a gather gives everyone all
+it owns. A reduction gives each rank the sum of its segment, a gather gives all ranks all
 segments. Segments may differ in length and may be empty.
 """
 
@@ -32,14 +32,14 @@ _size = attrgetter("size")  # of a piece
 
 
 class ParamSpec(NamedTuple):
-    """A parameter as plans see it.
+    """The description of a parameter that plans are made from.
 
-    Of a DTensor that other meshes hold copies of, `plan.mesh_shares` makes three: as it is
-    (`whole`), the even share of it that every rank of its mesh counts with, and this rank's shard.
+    A DTensor that other meshes hold copies of has three specs (`plan.mesh_shares`): of all of it
+    (`whole`), of the even share with which every rank of its mesh plans, and of this rank's shard.
 
-    shards: ranks that hold parts of each of the blocks: the plan counts an even share.
-    stacks: a stack of experts that is cut between them: so many ranks hold others in their places.
-    grad_dtype: of its gradients; None: its own.
+    shards: number of ranks that hold parts of each block: the plan counts an even share.
+    stacks: number of ranks among which a stack of experts is cut between its matrices.
+    grad_dtype: dtype of gradients; None: the dtype of the parameter.
     """
 
     name: str
@@ -59,38 +59,38 @@ class ParamSpec(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of its values."""
+        """Return the dtype of the values."""
         return _dtype_named(self.dtype)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of its gradients."""
+        """Return the dtype of the gradients."""
         return self.grad_dtype or self.torch_dtype
 
     @property
     def numel(self) -> int:
-        """Elements that a rank holds."""
+        """Return the number of elements that a rank holds."""
         if self.shards > 1 and self.blocks is not None:
             return sum(piece.size for piece in whole_pieces(0, self))
         return -(-prod(self.shape) // self.shards)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the values that a rank holds."""
+        """Return the bytes of the values that a rank holds."""
         return self.numel * self.torch_dtype.itemsize
 
     @property
     def math_dtype(self) -> torch.dtype:
-        """The dtype of its state and of arithmetic."""
+        """Return the dtype of state and of arithmetic."""
         return math_dtype(torch.empty(0, dtype=self.torch_dtype, device="meta"))
 
     @property
     def quantum(self) -> int:
-        """The parameter is cut at multiples of so many elements: those that share a scale."""
+        """Return the number of neighbours that share a scale, which no cut may separate."""
         return max((how.per or 1 for how in self.stored.values()), default=1)
 
     def refuse_cut_scales(self, boxes: Sequence[Box]) -> None:
-        """Raise if what shares a scale in 8 bits would lie on several ranks, which hold boxes."""
+        """Raise if boxes of ranks would separate elements that share an 8-bit scale."""
         per = self.quantum
         if per == 1:
             return
@@ -108,7 +108,7 @@ class ParamSpec(NamedTuple):
         )
 
     def whole_blocks(self, block: Block) -> tuple[Block, ...]:
-        """The blocks of the whole parameter that one stands for: of every stack one."""
+        """Return the blocks of the whole parameter that a block stands for, one per stack."""
         if self.whole is None:
             return (block,)
         assert self.blocks is not None
@@ -122,7 +122,7 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 class Piece(NamedTuple):
-    """The flat range [start, stop) of a parameter, and the block it is, if it is one."""
+    """The flat range [start, stop) of a parameter, and the block in it, if it is a block."""
 
     param: int  # index in the plan's parameters
     start: int
@@ -135,12 +135,12 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> slice:
-        """The elements that it has of the flattened parameter."""
+        """Return the range of the piece in the flattened parameter."""
         return slice(self.start, self.stop)
 
 
 class Segment(NamedTuple):
-    """Pieces that lie one after the other, each from `starts` on; gaps may follow any of them."""
+    """Consecutive pieces, each from its start in `starts`; gaps may follow any of them."""
 
     pieces: tuple[Piece, ...]
     starts: tuple[int, ...]
@@ -148,7 +148,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Segment":
-        """A segment of pieces that lie end to end."""
+        """Return a segment of pieces that lie end to end."""
         if not pieces:
             return NOTHING
         if len(pieces) == 1:  # most are, where a thousand ranks have a slice each
@@ -157,7 +157,7 @@ class Segment(NamedTuple):
         return cls(tuple(pieces), tuple(starts), size)
 
     def places(self) -> list[tuple[Piece, slice]]:
-        """Each piece, and where it lies in a tensor that has the segment's elements."""
+        """Return each piece with its range in a tensor of the segment's elements."""
         return [
             (piece, slice(start, start + piece.size))
             for piece, start in zip(self.pieces, self.starts, strict=True)
@@ -169,7 +169,7 @@ NOTHING = Segment((), (), 0)
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces that travel together; `segments[rank]` has those that the rank owns.
+    """Pieces that are sent together; `segments[rank]` has the pieces that the rank owns.
 
     A replicated bucket has one segment that all ranks own: it is all-reduced.
     """
@@ -182,7 +182,7 @@ class Bucket:
 
     @cached_property
     def filled(self) -> tuple[tuple[int, Segment], ...]:
-        """Every segment with a piece, and its place."""
+        """Return (place, segment) of every segment with a piece."""
         return tuple(
             (place, segment) for place, segment in enumerate(self.segments) if segment.pieces
         )
@@ -193,30 +193,30 @@ class Bucket:
 
     @property
     def segment_sizes(self) -> list[int]:
-        """Elements per segment, gaps included."""
+        """Return the number of elements per segment, gaps included."""
         return list(self._sizes)
 
     @cached_property
     def size(self) -> int:
-        """Elements in all, gaps included."""
+        """Return the number of elements of the bucket, gaps included."""
         return sum(self._sizes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters in it, gaps included."""
+        """Return the bytes of all parameters in the bucket, gaps included."""
         return self.size * _dtype_named(self.dtype).itemsize
 
     @cached_property
     def count(self) -> int:
-        """The number of pieces in all segments."""
+        """Return the number of pieces in all segments."""
         return sum(len(segment.pieces) for _, segment in self.filled)
 
     def owned(self, rank: int) -> Segment:
-        """The segment that a rank updates; of a replicated bucket every rank has the first."""
+        """Return the segment that a rank updates: in a replicated bucket the first."""
         return self.segments[0 if self.replicated else rank]
 
     def places(self) -> Iterator[tuple[Piece, int]]:
-        """Every piece, and where it starts in the bucket."""
+        """Yield every piece with its start in the bucket."""
         base = 0
         for segment in self.segments:
             for piece, start in zip(segment.pieces, segment.starts, strict=True):
@@ -225,11 +225,11 @@ class Bucket:
 
     @cached_property
     def packing(self) -> Packing:
-        """The places of parameters in the bucket, with neighbours of one parameter as one part."""
+        """Return the packing of the bucket; neighbours of one parameter are one part."""
         return self.packing_without(None)
 
     def packing_without(self, rank: int | None) -> Packing:
-        """The packing of the bucket without the pieces of one rank."""
+        """Return the packing of the bucket without the pieces of one rank."""
         found: list[PackedPart] = []
         base = 0
         for owner, segment in enumerate(self.segments):
@@ -252,18 +252,18 @@ class Bucket:
 
     @property
     def params(self) -> list[int]:
-        """The parameters with a piece in the bucket, each once."""
+        """Return the numbers of parameters with a piece in the bucket, each once."""
         return list(self._params)
 
 
 def _packed(rank: int, param: int, first: int, stop: int, start: int) -> PackedPart:
-    """The elements from `first` on of a parameter, which lie from `start` on in a bucket."""
+    """Return elements [first, stop) of a parameter as a part from `start` of a bucket."""
     size = stop - first
     return PackedPart(rank, (param, ""), (size,), (slice(first, stop),), start, size)
 
 
 def _follows(part: PackedPart, before: PackedPart) -> bool:
-    """Whether it goes on where another part ends, in the parameter and in the bucket."""
+    """Whether a part continues another one, in the parameter and in the bucket."""
     same = part.key == before.key and part.elements.start == before.elements.stop
     return same and part.start == before.start + before.numel
 
@@ -276,11 +276,11 @@ class ShardingPlan(NamedTuple):
     buckets: tuple[Bucket, ...]
 
     def parameter_lines(self) -> list[str]:
-        """The parameters that were planned for, as lines of text."""
+        """Return the planned parameters as lines of text."""
         return [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
 
     def lines(self) -> list[str]:
-        """The plan as text, for comparing it between ranks."""
+        """Return the plan as lines of text, for comparing it between ranks."""
         lines = [f"{self.ranks} ranks", *self.parameter_lines()]
         for number, bucket in enumerate(self.buckets):
             for owner, segment in bucket.filled:
@@ -293,7 +293,7 @@ class ShardingPlan(NamedTuple):
         return lines
 
     def owned(self, rank: int) -> list[Piece]:
-        """Every piece that a rank updates, in launch order."""
+        """Return every piece that a rank updates, in launch order."""
         return [piece for bucket in self.buckets for piece in bucket.owned(rank).pieces]
 
 
@@ -308,10 +308,11 @@ def plan_sharding(
     max_size_ratio: float | None = None,
     columns: int = 1,
 ) -> ShardingPlan:
-    """Cut `params` (in order of use) into buckets for `ranks` ranks, or places in columns of them.
+    """Cut `params` (in order of use) into buckets for `ranks` ranks.
 
     Parameters below `crossover` elements are replicated, all of one dtype in one bucket.
-    With `shard=False` everything is, in buckets as well.
+    With `shard=False` all parameters are replicated, in buckets as well. With `columns` > 1,
+    owners that follow each other are in different columns.
     """
     order = range(len(params) - 1, -1, -1)
     small = {i for i in order if not shard or ranks == 1 or params[i].numel < crossover}
@@ -362,7 +363,7 @@ def in_launch_order(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def whole_pieces(index: int, param: ParamSpec) -> list[Piece]:
-    """All of a parameter: its blocks for a matrix rule, else one piece."""
+    """Return the pieces of a whole parameter: blocks for a matrix rule, else one piece."""
     if param.blocks is None:
         return [Piece(index, 0, param.numel)]
     pieces = []
@@ -387,7 +388,7 @@ def _block_owners(
     strategy: OwnerStrategy,
     max_size_ratio: float | None,
 ) -> dict[tuple[int, int], int]:
-    """The owner of each block, by (parameter, place among its blocks), over all shapes at once."""
+    """Return the owner of each block, by (parameter, place among its blocks)."""
     keys = [(i, j) for i in indices for j in range(len(params[i].blocks or ()))]
     blocks = [(params[i].blocks or ())[j] for i, j in keys]
     if strategy == "cyclic":
@@ -404,7 +405,7 @@ def _slice_weights(
     ranks: int,
     owner_of: dict[tuple[int, int], int],
 ) -> list[int]:
-    """Weights by rank for slices: a rank gets so much that all ranks keep equal state.
+    """Return weights by rank for slices, with which all ranks keep equal state.
 
     Whole blocks are given out by FLOPs, so their state is uneven; slices can be of any size and
     make up for it.
@@ -423,12 +424,12 @@ def _slice_weights(
 def _cut(
     pieces: Sequence[Piece], weights: Sequence[int], quanta: Sequence[int]
 ) -> dict[int, list[Piece]]:
-    """Ranges end to end, cut by weight: what each rank owns of them.
+    """Cut consecutive ranges by weight, and return the pieces of each rank.
 
-    `quanta`: a parameter is cut at multiples of its own.
+    `quanta`: each parameter is cut at multiples of its quantum.
 
-    All of them are cut at once, not each for itself: with a thousand ranks few ranges are cut at
-    all, and what lies end to end in the bucket does so in its parameter too.
+    Ranges are cut as one sequence, not one by one: with a thousand ranks few ranges are cut at
+    all, and neighbours in the bucket are neighbours in their parameter too.
     """
     size = sum(piece.size for piece in pieces)
     shares = list(accumulate(weights, initial=0))

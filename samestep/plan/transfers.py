@@ -9,9 +9,9 @@ import torch
 
 
 class Traffic(Enum):
-    """A kind of collective, and the bytes that a rank must send at least.
+    """A kind of collective, with the least number of bytes that a rank must send.
 
-    From the bytes of the whole, of this rank's segment, and the number of ranks.
+    The number is computed from the bytes of the whole, of this rank's segment, and the ranks.
     """
 
     PARTS = "all_to_all", lambda whole, mine, ranks: mine
@@ -30,12 +30,12 @@ class Traffic(Enum):
 
 
 class Transfer(NamedTuple):
-    """One collective: its kind, its name (the same on every rank), and what it moves.
+    """One collective: its kind, its name (the same on every rank), and the sizes of its data.
 
-    elements: of the whole operation, the same on every rank.
-    sizes: elements per rank; None if every rank has all.
+    elements: number of elements of the whole operation, the same on every rank.
+    sizes: elements per rank; None if every rank has all of them.
     incoming: elements that each rank gets, where that does not follow from the sizes.
-    levels: 2: it goes inside hosts and across them, in two collectives.
+    levels: 2 if it is sent inside hosts and across them, in two collectives; else 1.
     """
 
     traffic: Traffic
@@ -47,25 +47,25 @@ class Transfer(NamedTuple):
     levels: int = 1
 
     def sent(self, rank: int, ranks: int) -> int:
-        """Bytes that one of so many ranks must send at least."""
+        """Return the least number of bytes that a rank must send."""
         mine = self.elements if self.sizes is None else self.sizes[rank]
         width = self.dtype.itemsize
         return round(self.traffic.sent(self.elements * width, mine * width, ranks))
 
 
 def of_segments(traffic: Traffic, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> Transfer:
-    """A transfer in which every rank has one segment."""
+    """Return a transfer in which every rank has one segment."""
     return Transfer(traffic, name, dtype, sum(sizes), sizes)
 
 
 def gather_of(
     name: str, dtype: torch.dtype, sizes: Sequence[int], *, on_cpu: bool, uneven: bool
 ) -> Transfer:
-    """Everyone gets the segments of all ranks.
+    """Return a transfer that gives all ranks the segments of all ranks.
 
     `uneven`: the backend gathers unequal lengths in one call, as NCCL does by broadcasts in a ring
-    (torch.distributed.all_gather). Others do so only as an all-to-all of copies, and gloo is
-    faster that way with equal ones too.
+    (torch.distributed.all_gather). Other backends need an all-to-all of copies, with which
+    gloo is faster for equal lengths too.
     """
     if on_cpu or (not uneven and len(set(sizes)) > 1):
         return of_segments(Traffic.COPIES, name, dtype, sizes)
@@ -76,12 +76,12 @@ def gather_of(
 class CollectivePolicy(NamedTuple):
     """The facts that choose the collectives of a plan's buckets; the same on every rank.
 
-    outer: groups of ranks that do the same; 1: there are no others.
+    outer: number of groups of ranks that reduce the same buckets; 1: there are no others.
     ordered: gradients are added up in rank order.
-    frugal: memory counts so much that a reduction gets no buffer to receive into. Not by when a
-        bucket is launched: some ranks may launch it later than others.
+    frugal: memory is saved: a reduction gets no buffer to receive into. The choice must not depend
+        on when a bucket is launched: some ranks may launch it later than others.
     uneven: the backend gathers unequal lengths in one call.
-    levels: 2: segments go inside hosts and across them.
+    levels: 2 if segments are sent inside hosts and across them; else 1.
     """
 
     ranks: int
@@ -94,18 +94,18 @@ class CollectivePolicy(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Whether segments are exchanged, and added up by who gets them."""
+        """Whether segments are exchanged all-to-all, and summed by the ranks that receive them."""
         return prefers_exchange(on_cpu=self.on_cpu, ordered=self.ordered, frugal=self.frugal)
 
     def gather(self, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> Transfer:
-        """A gather of segments of these sizes."""
+        """Return a gather of segments of these sizes."""
         return gather_of(name, dtype, sizes, on_cpu=self.on_cpu, uneven=self.uneven)
 
 
 def prefers_exchange(*, on_cpu: bool, ordered: bool, frugal: bool = False) -> bool:
     """Whether segments are better exchanged than left to the backend's reduce-scatter.
 
-    On CPU that is twice as fast, but needs a buffer to receive into: not if `frugal`.
+    On CPU an exchange is twice as fast, but needs a buffer to receive into: not if `frugal`.
     """
     return ordered or (on_cpu and not frugal)
 
@@ -115,8 +115,8 @@ def divides_first(dtype: torch.dtype, ranks: int, *, exchange: bool) -> bool:
 
     A backend adds in the dtype that travels, and float16 ends at 65504: four times 20,000 is inf.
     Divided by the least power of two that is no smaller than the number of ranks, no sum is larger
-    than the largest gradient. That is exact down to the normal numbers (6e-5) and sends no byte
-    more; what is smaller loses up to as many bits as were divided by, as in DDP, and
+    than the largest gradient. Division is exact down to the normal numbers (6e-5) and sends no
+    byte more; a smaller gradient loses up to log2(divisor) bits, as in DDP, and
     `reduce_dtype=torch.float32` keeps them. An exchange adds in float32, and bfloat16 has the
     range of float32.
     """
@@ -124,6 +124,6 @@ def divides_first(dtype: torch.dtype, ranks: int, *, exchange: bool) -> bool:
 
 
 def even_sizes(elements: int, parts: int) -> list[int]:
-    """Elements of parts that are as equal as can be."""
+    """Return the sizes of `parts` parts of `elements` that are as equal as possible."""
     bounds = [elements * part // parts for part in range(parts + 1)]
     return [stop - start for start, stop in pairwise(bounds)]

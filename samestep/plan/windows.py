@@ -1,7 +1,7 @@
-"""Windows: state that stays on the host comes to the device in runs of bounded size.
+"""Windows: runs of bounded size in which state on the host is copied to the device.
 
-A window is a run of units (the state of a parameter, of a piece, or of a block). What elementwise
-rules need may be cut anywhere, so a unit that is larger than a window spans several.
+A window is a run of units (the state of a parameter, of a piece, or of a block). State of
+elementwise rules may be cut anywhere, so a unit that is larger than a window spans several.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,13 +21,13 @@ class TensorSize(NamedTuple):
     width: int  # bytes of an element
 
     def of_range(self, elements: int, unit: int) -> int:
-        """Elements of it that belong to so many of the unit's; all, if it is not cut with it."""
+        """Return the elements that belong to a range of the unit; all, if not cut with it."""
         return self.numel * elements // unit if self.is_cut_with(unit) else self.numel
 
     def is_cut_with(self, unit: int) -> bool:
-        """Whether it has an element for one of the unit's, or for a few neighbours.
+        """Whether the tensor has an element for each of the unit, or for a few neighbours.
 
-        Else it is a number that the unit has, such as its count of steps.
+        Otherwise it belongs to the unit as a whole, such as its number of steps.
         """
         if not 1 < self.numel <= unit or unit % self.numel:
             return False
@@ -35,14 +35,14 @@ class TensorSize(NamedTuple):
 
 
 class UnitSize(NamedTuple):
-    """The size of a unit of state that travels: of a parameter, a piece or a block."""
+    """The size of a unit of copied state: of a parameter, a piece or a block."""
 
     elements: int
     tensors: tuple[TensorSize, ...]
     may_be_cut: bool
 
     def nbytes(self, elements: int) -> int:
-        """Room for the state of so many of its elements."""
+        """Return the bytes of the state of `elements` elements in a staging buffer."""
         return sum(
             aligned(tensor.of_range(elements, self.elements) * tensor.width)
             for tensor in self.tensors
@@ -50,7 +50,7 @@ class UnitSize(NamedTuple):
 
 
 class UnitRange(NamedTuple):
-    """Elements [start, stop) of a unit; `is_last`: the range with which the unit ends."""
+    """Elements [start, stop) of a unit; `is_last`: whether the unit ends with this range."""
 
     unit: int
     start: int
@@ -62,19 +62,19 @@ Window = tuple[UnitRange, ...]
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a tensor takes up in a staging buffer."""
+    """Return the bytes that a tensor of `nbytes` takes up in a staging buffer."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def windows(units: Sequence[UnitSize], most: int | None = None) -> list[Window]:
-    """Units in order, in runs of at most `most` bytes, or of a unit that cannot be cut."""
+    """Group units in windows of at most `most` bytes, or of one unit that cannot be cut."""
     most = most or WINDOW_BYTES
     runs = in_runs(_cuts(units, most), lambda cut: window_bytes([cut], units), most)
     return [tuple(window) for window in runs]
 
 
 def window_bytes(window: Iterable[UnitRange], units: Sequence[UnitSize]) -> int:
-    """Room that a window takes up in a staging buffer."""
+    """Return the bytes that a window takes up in a staging buffer."""
     return sum(units[cut.unit].nbytes(cut.stop - cut.start) for cut in window)
 
 

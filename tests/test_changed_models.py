@@ -370,3 +370,25 @@ def test_a_model_that_is_moved_or_converted_on_several_ranks(who):
                 assert re.search("rank 1 could not take the step", text)
             else:
                 assert re.search(rf"'0.weight' is {to if to != 'meta' else ''}.*optimizer", text)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda group: group.update(params=iter(group["params"])), "a list_iterator now"),
+        (lambda group: group.pop("params"), "a NoneType now"),
+        (lambda group: group["params"].clear(), "0 now"),
+    ],
+)
+def test_parameters_of_a_group_that_were_replaced_or_lost_are_told(index, change, found):
+    """In a later step, in which nothing is looked at anew."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    opt = samestep.MuonAdamW(net)
+    for step in range(3):
+        net(torch.ones(2, 4)).square().sum().backward()
+        if step < 2:
+            opt.step()
+    change(opt.param_groups[index])
+    with pytest.raises(RuntimeError, match=rf"param_groups\[{index}\] was built with .*{found}"):
+        opt.step()

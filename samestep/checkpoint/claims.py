@@ -89,7 +89,7 @@ def check_box(name: str, shape: Sequence[int], box: Box) -> None:
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why boxes do not cover each element of a tensor exactly once; "" if they do."""
+    """Return the reason that boxes miss or repeat elements of a tensor; "" if they do not."""
     wanted, there = prod(shape), sum(box.numel for box in boxes)
     if there != wanted:
         return f"{there} of its {wanted} elements"

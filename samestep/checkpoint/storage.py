@@ -169,7 +169,7 @@ def done(value: T) -> Future[T]:
 
 
 class WritePlan(NamedTuple):
-    """What this rank writes, and on rank 0 what all ranks write."""
+    """The files that this rank writes; on rank 0 also those of all ranks."""
 
     held: list[WriteItem]  # before anything was left to others
     items: list[WriteItem]

@@ -116,9 +116,10 @@ class GroupChecks:
                 options = {k: group[k] for k in group if k not in ("params", "param_names")}
                 if is_constant(tuple(options.values())):
                     self._checked_options[index] = options
-            params = group["params"]
+            params = group.get("params", ())
             if not (
                 checked is not None
+                and isinstance(params, list | tuple)
                 and len(params) == len(checked.params)
                 and all(map(operator.is_, params, checked.params))
                 and [param.shape for param in params] == checked.shapes

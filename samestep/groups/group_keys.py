@@ -143,7 +143,7 @@ def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[st
 
 
 def why_not_this_way(key: str, value: Any) -> str | None:
-    """Why a keyword of torch about execution is not supported; None if it has no effect."""
+    """Return the reason that a keyword of torch is not supported; None if it has no effect."""
     return WAYS_OF_TORCH.get(key) if value is True else None
 
 
@@ -218,7 +218,7 @@ def refuse_lost_keys(group: Mapping[str, Any], *, made: bool = False) -> None:
 
 
 def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
-    """Why a rule does not read a key of samestep, and what to write instead.
+    """Return the reason that a rule does not read a key, and the key to write instead.
 
     None: it reads it, or nobody knows it. Of no rule only the spellings of others are told.
     """

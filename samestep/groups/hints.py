@@ -69,7 +69,7 @@ def hint(name: str, known: Collection[str]) -> str:
 
 
 def _of_some_parameters(name: str, known: Collection[str]) -> str:
-    """How to set a rate or decay for some parameters, for keywords such as head_lr."""
+    """Return advice on setting a rate or decay for some parameters, as for head_lr."""
     for short, key, pattern in QUANTITIES:
         of = re.fullmatch(rf"(?P<before>\w+?)_{pattern}|{pattern}_(?P<after>\w+)", name)
         whose = of and (of["before"] or of["after"])

@@ -14,7 +14,7 @@ class DegreesError(ValueError):
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks each axis has; every rank has one coordinate on each axis of `AXES`.
+    """The number of ranks on each axis; a rank has one coordinate on each axis of `AXES`.
 
     A batch is divided over `batch_ranks`. Dense parameters are reduced over all of them; experts
     over those with the same experts. Both are divided by `batch_ranks`.

@@ -314,7 +314,8 @@ class RuleOptimizer(StateAccess):
         return norm
 
     def _prepare_step(self) -> None:
-        if not self.param_groups:
+        first = self.param_groups[0].get("params") if self.param_groups else None
+        if not first or not isinstance(first, list | tuple):  # the first parameter is read below
             self.plan.check_list(self.param_groups)
         if self.plan.is_deferred:
             self.plan.settle(self.param_groups, self.state)

@@ -201,7 +201,7 @@ KINDS = ("rows", "columns", "summands", "plain", "whole")
 
 
 class Cut(NamedTuple):
-    """How a parameter is sharded over some mesh axes and replicated over others; no axes: plain."""
+    """The mesh axes that shard and that replicate a parameter; no axes: a plain tensor."""
 
     axes: tuple[str, ...] = ()
     placements: tuple[Placement, ...] = ()

@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank's run ended; `error` is None if it finished."""
+    """The end of a rank's run; `error` is None if it finished."""
 
     step: int  # taken
     error: str | None = None
